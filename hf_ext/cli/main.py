@@ -1,0 +1,32 @@
+"""`hf-ext`: the commands, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from .app import ReportingGroup
+from .demo import demo
+from .eval import evaluate
+from .quantize import quantize
+
+
+app = typer.Typer(
+    name="hf-ext",
+    cls=ReportingGroup,
+    help="Quantize and measure Transformers models from the command line.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("quantize")(quantize)
+app.command("eval")(evaluate)
+app.command("demo")(demo)
+
+
+def main() -> None:
+    """Run `hf-ext` with the arguments of this process."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

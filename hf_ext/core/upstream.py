@@ -1,0 +1,106 @@
+"""Every private symbol of another package that hf_ext uses, and every upstream method that it overrides.
+
+These can change without a deprecation. `tests/upstream/test_contracts.py` checks that each exists with the parameters
+written here, so that a new release fails there first and says why the symbol matters. What the `ops` layer uses is
+listed all the same, although that layer may not import this one.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class UpstreamSymbol:
+    """One upstream symbol on which hf_ext relies.
+
+    Args:
+        package (`str`): The distribution that holds it.
+        versions (`str`): The releases in which it is known to be as written here, as a version specifier.
+        path (`str`): `"module:attribute.attribute"`.
+        why (`str`): What hf_ext does with it.
+        parameters (`tuple[str, ...]`, *optional*): The parameter names, with `*` and `**` where upstream writes them.
+            `None` where the symbol is not called.
+    """
+
+    package: str
+    versions: str
+    path: str
+    why: str
+    parameters: tuple[str, ...] | None = None
+
+
+def _transformers(path: str, why: str, *parameters: str) -> UpstreamSymbol:
+    return UpstreamSymbol("transformers", ">=5.24,<6", f"transformers.{path}", why, parameters or None)
+
+
+def _quantizer(method: str, why: str, *parameters: str) -> UpstreamSymbol:
+    return _transformers(f"quantizers.base:HfQuantizer.{method}", why, "self", *parameters)
+
+
+def _peft(path: str, why: str, *parameters: str) -> UpstreamSymbol:
+    return UpstreamSymbol("peft", ">=0.21,<1", f"peft.{path}", why, parameters or None)
+
+
+def _module(method: str, why: str, *parameters: str) -> UpstreamSymbol:
+    return UpstreamSymbol("torch", ">=2.6,<3", f"torch.nn.modules.module:Module.{method}", why, ("self", *parameters))
+
+
+def _aten(name: str, why: str, *parameters: str) -> UpstreamSymbol:
+    return UpstreamSymbol("torch", ">=2.6,<3", f"torch:ops.aten.{name}.default", why, parameters)
+
+
+UPSTREAM = (
+    _transformers("quantizers.auto:AUTO_QUANTIZATION_CONFIG_MAPPING", "asked who holds a quant_method"),
+    _transformers("quantizers.auto:AUTO_QUANTIZER_MAPPING", "asked who holds a quant_method"),
+    _transformers("quantizers.auto:register_quantization_config", "registers a config class", "method"),
+    _transformers("quantizers.auto:register_quantizer", "registers a quantizer class", "name"),
+    _transformers("quantizers.base:get_keys_to_not_convert", "the modules that stay float", "model"),
+    _transformers("quantizers.quantizers_utils:should_convert_module", "matches names", "full_name", "patterns"),
+    _transformers("pytorch_utils:Conv1D", "its weight lies transposed", "nf", "nx"),
+    _quantizer("_process_model_before_weight_loading", "swaps linears before a checkpoint loads", "model", "**kwargs"),
+    _quantizer("_process_model_after_weight_loading", "quantizes once float weights are loaded", "model", "**kwargs"),
+    _quantizer("_dequantize", "turns low-bit linears back into float ones", "model", "dtype"),
+    _quantizer("get_new_dtype", "keeps packed codes and scales as stored", "converter", "param", "dtype"),
+    _quantizer("get_state_dict_and_metadata", "writes what a fresh process needs", "model"),
+    _peft("tuners.lora.model:dispatch_default", "replaced by one that knows low-bit linears"),
+    _peft(
+        "tuners.lora.layer:dispatch_default",
+        "asked after our own dispatch",
+        "target",
+        "adapter_name",
+        "config",
+        "parameter_name",
+        "**kwargs",
+    ),
+    _peft(
+        "tuners.lora.layer:LoraLayer.update_layer",
+        "makes the adapter of a low-bit linear",
+        "self",
+        "adapter_name",
+        "r",
+        "lora_alpha",
+        "config",
+        "**kwargs",
+    ),
+    _module("_apply", "keeps scales in float32 when a model is cast", "fn", "recurse"),
+    _module(
+        "_load_from_state_dict",
+        "drops what was derived from the codes of before",
+        "state_dict",
+        "prefix",
+        "local_metadata",
+        "strict",
+        "missing_keys",
+        "unexpected_keys",
+        "error_msgs",
+    ),
+    _aten("_convert_weight_to_int4pack_for_cpu", "packs 4-bit codes for the CPU kernel", "self", "innerKTiles"),
+    _aten(
+        "_weight_int4pack_mm_for_cpu",
+        "4-bit matrix product on the CPU",
+        "self",
+        "mat2",
+        "qGroupSize",
+        "qScaleAndZeros",
+    ),
+    _aten("_weight_int8pack_mm", "8-bit matrix product on the CPU", "self", "mat2", "scales"),
+)

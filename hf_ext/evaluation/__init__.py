@@ -1,0 +1,1 @@
+"""Measures of models and of text."""

@@ -1,0 +1,106 @@
+"""OSAQ as the block-wise engine runs it: statistics, absorption, and rounding where the result is packed."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ...core.modules import weight_of
+from ...ops.low_bit_linear import PackedWeight, dequantize
+from ...ops.packing import pack_codes
+from ..blockwise import LayerResult
+from ..rounding import (
+    HessianFactorizationError,
+    coordinate_descent,
+    gptq,
+    min_max_grid,
+    output_error,
+    round_to_grid,
+)
+from ..statistics import SecondMoment
+from .config import OSAQConfig
+from .functional import absorb, null_space
+
+
+UNSEEN = "no calibration token reached it, so its weight was rounded to the nearest and nothing was absorbed"
+UNSEEN_FLOAT = "no calibration token reached it, so its weight was left as it is"
+FEW_TOKENS = "fewer calibration tokens than columns: directions no token happened to use look free to change"
+SINGULAR = "its Hessian did not factor, so its weight was rounded to the nearest"
+
+
+class OSAQMethod:
+    """Absorbs the outliers of every linear and, with `packs`, rounds and packs the result."""
+
+    name = "OSAQ"
+
+    def __init__(self, config: OSAQConfig, *, packs: bool):
+        self.config = config
+        self.packs = packs
+        # Rounding errors are compensated by later layers only if these see them; absorption alone leaves outputs alone.
+        self.propagate_error = packs
+        self.skip_first_tokens = config.skip_first_tokens
+        self._moments: dict[str, SecondMoment] = {}
+
+    def observe(self, group: str, hidden_states: Tensor) -> None:
+        if group not in self._moments:
+            self._moments[group] = SecondMoment(hidden_states.shape[1], hidden_states.device)
+        self._moments[group].update(hidden_states)
+
+    def solve(self, group: str, linears: dict[str, nn.Module]) -> dict[str, LayerResult]:
+        moment = self._moments.pop(group, None)
+        if moment is None or moment.tokens == 0:
+            return {name: self._unseen(weight_of(linear)) for name, linear in linears.items()}
+        hessian = moment.mean()
+        space = null_space(hessian, self.config.gamma, max_null_ratio=self.config.max_null_ratio)
+        note = FEW_TOKENS if moment.tokens < hessian.shape[0] else ""
+        return {name: self._solve_linear(weight_of(linear), hessian, space, note) for name, linear in linears.items()}
+
+    def _solve_linear(self, weight: Tensor, hessian: Tensor, space, note: str) -> LayerResult:
+        config = self.config
+        absorbed = absorb(
+            weight,
+            hessian,
+            space,
+            tau=config.tau,
+            mu1=config.mu1,
+            mu2=config.mu2,
+            group_size=config.group_size if config.scope == "group" else -1,
+            drift_tol=config.drift_tol,
+        )
+        metrics = {
+            "null_rank": float(absorbed.null_rank),
+            "range_ratio": absorbed.range_ratio,
+            "drift": absorbed.drift.mean().item(),
+        }
+        if not self.packs:
+            return LayerResult(weight=absorbed.weight, note=note, metrics=metrics)
+        packed, failure = self._round(absorbed.weight, hessian)
+        metrics["output_error"] = output_error(dequantize(packed), weight, hessian)
+        return LayerResult(packed=packed, note="; ".join(filter(None, (note, failure))), metrics=metrics)
+
+    def _round(self, weight: Tensor, hessian: Tensor) -> tuple[PackedWeight, str]:
+        config, failure = self.config, ""
+        bits, group_size = config.bits, config.group_size
+        scale, zero = min_max_grid(weight, bits, group_size)
+        codes = round_to_grid(weight, scale, zero, bits, group_size)
+        if config.rounding == "gptq":
+            try:
+                result = gptq(
+                    weight, hessian, bits, group_size, damp_percent=config.damp_percent, desc_act=config.desc_act
+                )
+                codes, scale, zero = result.codes, result.scale, result.zero
+            except HessianFactorizationError:
+                failure = SINGULAR
+        if config.refine_sweeps:
+            codes = coordinate_descent(
+                weight, codes, scale, zero, hessian, bits, group_size, sweeps=config.refine_sweeps
+            )
+        return PackedWeight(pack_codes(codes, bits), scale, zero, bits, weight.shape[1], group_size), failure
+
+    def _unseen(self, weight: Tensor) -> LayerResult:
+        if not self.packs:
+            return LayerResult(weight=weight, note=UNSEEN_FLOAT)
+        bits, group_size = self.config.bits, self.config.group_size
+        scale, zero = min_max_grid(weight, bits, group_size)
+        codes = round_to_grid(weight, scale, zero, bits, group_size)
+        packed = PackedWeight(pack_codes(codes, bits), scale, zero, bits, weight.shape[1], group_size)
+        return LayerResult(packed=packed, note=UNSEEN)

@@ -1,0 +1,145 @@
+"""Which linears are quantized and which stay float, decided and checked before any work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import nn
+from transformers.quantizers.base import get_keys_to_not_convert
+from transformers.quantizers.quantizers_utils import should_convert_module
+
+from ..core.modules import (
+    SlicedExperts,
+    decoder_blocks,
+    fused_experts,
+    linear_shape,
+    named_linears,
+    replace_module,
+    why_not_sliceable,
+)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+# Last parts of the names of linears that choose experts: small, and a wrong choice costs a whole expert.
+ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+
+
+@dataclass
+class QuantizationPlan:
+    """`targets`: names of linears to quantize, with `experts` (fused modules to slice first). `skipped`: the others."""
+
+    targets: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
+    skipped: dict[str, tuple[tuple[int, int], str]] = field(default_factory=dict)
+
+
+def plan_quantization(
+    model: PreTrainedModel, group_size: int, modules_to_not_convert: list[str] | None
+) -> QuantizationPlan:
+    """Decide for every linear of `model`, on its architecture alone, so that saving and loading agree.
+
+    Args:
+        model: the float model; its weights may be on the meta device, its experts fused or already sliced.
+        group_size: columns of a group, or -1.
+        modules_to_not_convert: patterns of modules that stay float beside the safe defaults.
+
+    Raises:
+        ValueError: nothing to quantize, a pattern that matches nothing, experts of an unknown layout, or a group
+            larger than a row, each naming the modules.
+    """
+    patterns = list(modules_to_not_convert or [])
+    _refuse_idle_patterns(model, patterns)
+    blocks_name, _ = decoder_blocks(model)
+    plan = QuantizationPlan(experts=_plan_experts(model, blocks_name, patterns))
+    default_skips = get_keys_to_not_convert(model)
+    for name, linear in named_linears(model):
+        reason = _reason_to_skip(name, blocks_name, patterns, default_skips)
+        if reason is None:
+            plan.targets.append(name)
+        else:
+            plan.skipped[name] = (linear_shape(linear), reason)
+    widths = {name: linear_shape(model.get_submodule(name))[1] for name in plan.targets}
+    for experts in plan.experts:
+        for name, (out_features, in_features) in _sliced_names(experts, model.get_submodule(experts)).items():
+            if should_convert_module(name, patterns):
+                plan.targets.append(name)
+                widths[name] = in_features
+            else:
+                plan.skipped[name] = ((out_features, in_features), "named in modules_to_not_convert")
+    _check_group_size(widths, group_size)
+    return plan
+
+
+def slice_experts(model: nn.Module, plan: QuantizationPlan) -> None:
+    """Replace the fused experts of `plan` by `SlicedExperts`."""
+    for name in plan.experts:
+        replace_module(model, name, SlicedExperts(model.get_submodule(name)))
+
+
+def fuse_experts(model: nn.Module) -> None:
+    """Replace every `SlicedExperts` whose linears are all float by the fused module it came from."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, SlicedExperts):
+            replace_module(model, name, module.fuse())
+
+
+def _reason_to_skip(name: str, blocks_name: str, patterns: list[str], default_skips: list[str]) -> str | None:
+    if not should_convert_module(name, patterns):
+        return "named in modules_to_not_convert"
+    if not name.startswith(f"{blocks_name}."):
+        return "outside the decoder blocks"
+    if name.rpartition(".")[2] in ROUTER_NAMES:
+        return "router"
+    if not should_convert_module(name, default_skips):
+        return "output or tied layer"
+    return None
+
+
+def _plan_experts(model: PreTrainedModel, blocks_name: str, patterns: list[str]) -> list[str]:
+    names = []
+    for name, experts in fused_experts(model).items():
+        if not name.startswith(f"{blocks_name}.") or not should_convert_module(name, patterns):
+            continue
+        reason = why_not_sliceable(experts)
+        if reason is not None:
+            raise ValueError(
+                f"The experts {name!r} ({type(experts).__name__}) cannot be quantized one by one: {reason}. Leave them "
+                f"float: modules_to_not_convert=[{name.rpartition('.')[2]!r}]."
+            )
+        names.append(name)
+    return names
+
+
+def _sliced_names(name: str, experts: nn.Module) -> dict[str, tuple[int, int]]:
+    return {
+        f"{name}.{index}.{child}": tuple(stack.shape[1:])
+        for index in range(experts.gate_up_proj.shape[0])
+        for child, stack in (("gate_up", experts.gate_up_proj), ("down", experts.down_proj))
+    }
+
+
+def _refuse_idle_patterns(model: nn.Module, patterns: list[str]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for pattern in patterns:
+        if all(should_convert_module(name, [pattern]) for name in names if name):
+            examples = ", ".join([name for name, _ in named_linears(model)][:3])
+            raise ValueError(
+                f"modules_to_not_convert: {pattern!r} matches no module of {type(model).__name__}. Its linears are named "
+                f"like {examples}."
+            )
+
+
+def _check_group_size(widths: dict[str, int], group_size: int) -> None:
+    if not widths:
+        raise ValueError("There is no linear left to quantize: modules_to_not_convert covers every decoder block.")
+    too_narrow = {name: width for name, width in widths.items() if group_size > width}
+    if too_narrow:
+        shown = ", ".join(f"{name} ({width} columns)" for name, width in list(too_narrow.items())[:5])
+        raise ValueError(
+            f"group_size={group_size} is larger than a row of {len(too_narrow)} linears: {shown}. Allowed are 1 to "
+            f"{min(widths.values())}, or -1 for one group a row; or name them in modules_to_not_convert."
+        )

@@ -1,0 +1,112 @@
+"""What a quantization run did to every layer: the object that `quantize` returns, printable and plottable."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import MissingExtraError
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass
+class LayerReport:
+    """One linear: `status` is `"quantized"`, `"absorbed"` or `"skipped"`, `note` says why or what went wrong with it."""
+
+    name: str
+    status: str
+    shape: tuple[int, int]
+    note: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class QuantizationReport:
+    """Every linear of a model with what was done to it and what that cost.
+
+    Args:
+        method (`str`): the method's name.
+        layers (`list[LayerReport]`): one entry a linear, skipped ones included.
+        seconds (`float`): wall-clock time of the run.
+        calibration_tokens (`int`): tokens that went through the model.
+    """
+
+    method: str
+    layers: list[LayerReport] = field(default_factory=list)
+    seconds: float = 0.0
+    calibration_tokens: int = 0
+
+    def count(self, status: str) -> int:
+        return sum(layer.status == status for layer in self.layers)
+
+    def notes(self) -> dict[str, list[str]]:
+        """Return every note of a layer that was not skipped, with the names of the layers that carry it."""
+        found: dict[str, list[str]] = {}
+        for layer in self.layers:
+            if layer.note and layer.status != "skipped":
+                found.setdefault(layer.note, []).append(layer.name)
+        return found
+
+    def metric_names(self) -> list[str]:
+        return list(dict.fromkeys(name for layer in self.layers for name in layer.metrics))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the report as JSON."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.to_dict(), file, indent=1)
+
+    def summary(self) -> str:
+        done = [layer for layer in self.layers if layer.status != "skipped"]
+        status = done[0].status if done else "changed"
+        return (
+            f"{self.method}: {len(done)} linears {status}, {self.count('skipped')} skipped, "
+            f"{self.calibration_tokens} calibration tokens, {self.seconds:.0f} s"
+        )
+
+    def __str__(self) -> str:
+        names = self.metric_names()
+        rows = [["layer", "shape", "status", *names, "note"]]
+        for layer in self.layers:
+            values = [f"{layer.metrics[name]:.4g}" if name in layer.metrics else "" for name in names]
+            rows.append([layer.name, "x".join(map(str, layer.shape)), layer.status, *values, layer.note])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([self.summary(), *lines])
+
+    def plot(self) -> Figure:
+        """Draw every metric over the layers, in the order of the model.
+
+        Returns:
+            `matplotlib.figure.Figure`: one panel a metric.
+
+        Raises:
+            ImportError: without the `viz` extra.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingExtraError("matplotlib", "viz", "QuantizationReport.plot") from error
+        names = self.metric_names()
+        figure = Figure(figsize=(9, 2.4 * max(1, len(names))), layout="constrained")
+        for axes, name in zip(figure.subplots(max(1, len(names)), squeeze=False)[:, 0], names, strict=False):
+            kinds: dict[str, tuple[list[int], list[float]]] = {}
+            for i, layer in enumerate(self.layers):
+                if name in layer.metrics:
+                    at, values = kinds.setdefault(layer.name.rpartition(".")[2], ([], []))
+                    at.append(i)
+                    values.append(layer.metrics[name])
+            for kind, (at, values) in kinds.items():
+                axes.plot(at, values, marker=".", linewidth=0.8, label=kind)
+            axes.set_ylabel(name.replace("_", " "))
+            axes.legend(fontsize="x-small", ncols=4)
+        figure.supxlabel("linear, in the order of the model")
+        figure.suptitle(self.summary())
+        return figure

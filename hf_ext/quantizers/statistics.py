@@ -1,0 +1,24 @@
+"""Sums over calibration tokens that closed-form methods need of a linear's inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class SecondMoment:
+    """The second moment `X^T X / tokens` of a linear's inputs, summed in fp32 batch by batch: GPTQ's Hessian."""
+
+    def __init__(self, in_features: int, device: torch.device):
+        self.tokens = 0
+        self._sum = torch.zeros(in_features, in_features, dtype=torch.float32, device=device)
+
+    def update(self, hidden_states: Tensor) -> None:
+        """Add `hidden_states`, `[tokens, in_features]`."""
+        hidden_states = hidden_states.float()
+        self._sum.addmm_(hidden_states.T, hidden_states)
+        self.tokens += hidden_states.shape[0]
+
+    def mean(self) -> Tensor:
+        """Return `[in_features, in_features]`; at least one token must have been added."""
+        return self._sum / self.tokens
