@@ -42,13 +42,19 @@ def register_lora(lora_model: ModuleType) -> None:
 
 
 def ensure_registered(quant_method: str) -> None:
-    """Raise unless Transformers' tables give hf_ext's own classes for `quant_method`.
+    """Raise unless Transformers' tables give hf_ext's own classes for `quant_method`; enter absent ones.
 
     Every quantization config of hf_ext calls this when it is built, so that a model is never quantized under a name
     that another package would load.
     """
     from transformers.quantizers import auto
 
+    from hf_ext.core.errors import closest
+
+    if quant_method not in QUANTIZERS:
+        raise ValueError(
+            f"quant_method={quant_method!r} has no line in hf_ext._public.{closest(quant_method, QUANTIZERS)}"
+        )
     holder = _foreign_holder(auto, quant_method)
     if holder is not None:
         raise RuntimeError(_taken_message(quant_method, holder))

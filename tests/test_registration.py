@@ -39,14 +39,10 @@ ORDERS = {
     "transformers before hf_ext": "import transformers, hf_ext",
     "an auto class before": "from transformers import AutoModelForCausalLM; import hf_ext",
     "an auto class after": "import hf_ext; from transformers import AutoModelForCausalLM",
-    "modeling_utils before": "import transformers.modeling_utils, hf_ext",
-    "modeling_utils after": "import hf_ext, transformers.modeling_utils",
     "a public name alone": "from hf_ext import OSAQConfig",
     "an own config alone": "import hf_ext.quantizers.osaq.config",
     "an own quantizer alone": "import hf_ext.quantizers.osaq.quantizer",
     "an own layer alone": "import hf_ext.quantizers.low_bit_linear",
-    "peft before": "import peft, hf_ext",
-    "peft after": "import hf_ext, peft",
 }
 
 
@@ -147,3 +143,16 @@ del auto.AUTO_QUANTIZER_MAPPING["osaq"], auto.AUTO_QUANTIZATION_CONFIG_MAPPING["
 hf_ext.OSAQConfig()
 """
     run_python(code + IS_REGISTERED)
+
+
+def test_an_unlisted_method_is_refused(run_python):
+    code = """
+from hf_ext._register import ensure_registered
+try:
+    ensure_registered("osak")
+except ValueError as error:
+    assert "quant_method='osak' has no line in hf_ext._public. Did you mean 'osaq'?" in str(error), error
+else:
+    raise AssertionError("a method outside the table was accepted")
+"""
+    run_python(code)

@@ -81,6 +81,12 @@ UPSTREAM = (
         "config",
         "**kwargs",
     ),
+    _peft(
+        "tuners.lora.layer:LoraLayer._get_in_out_features",
+        "a low-bit linear has no weight to read its shape from",
+        "self",
+        "module",
+    ),
     _module("_apply", "keeps scales in float32 when a model is cast", "fn", "recurse"),
     _module(
         "_load_from_state_dict",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import StoppingCriteria
 
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ WIKITEXT_ID = "Salesforce/wikitext"
 WIKITEXT_SPLITS = {"calibration": "validation", "held_out": "test"}
 DATA_FILES = {"calibration": "wikitext-2-valid.txt", "held_out": "wikitext-2-test.txt"}
 HUB_TIMEOUT = 3.0  # seconds until the first answer
-CALIBRATION_ROWS, HELD_OUT_ROWS, ROW_TOKENS = 32, 8, 512
+CALIBRATION_ROWS, HELD_OUT_ROWS, ROW_TOKENS = 16, 4, 512
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def sample_text(model: PreTrainedModel, num_samples: int, sequence_length: int, 
     vocab_size = model.get_input_embeddings().num_embeddings
     first = torch.randint(vocab_size, (num_samples, 1), generator=generator).to(model.device)
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    bar = tqdm(total=sequence_length - 1, desc="sampling text", unit="token", delay=5)
+    with torch.random.fork_rng(devices=devices), bar:
         torch.manual_seed(seed)
         return model.generate(
             first,
@@ -70,7 +73,19 @@ def sample_text(model: PreTrainedModel, num_samples: int, sequence_length: int, 
             repetition_penalty=1.0,
             min_length=sequence_length,  # rows of one length: no end of text before
             max_length=sequence_length,
+            stopping_criteria=[_Progress(bar)],
         ).cpu()
+
+
+class _Progress(StoppingCriteria):
+    """Moves a progress bar on at every token, and stops nothing."""
+
+    def __init__(self, bar: tqdm):
+        self.bar = bar
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        self.bar.update()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _local_texts() -> dict[str, str] | None:
@@ -82,20 +97,17 @@ def _local_texts() -> dict[str, str] | None:
 
 
 def _hub_texts() -> dict[str, str] | None:
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
-    texts = {}
-    for part, split in WIKITEXT_SPLITS.items():
-        try:
-            import pyarrow.parquet
+    names = {part: f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet" for part, split in WIKITEXT_SPLITS.items()}
+    try:
+        import pyarrow.parquet
 
-            path = hf_hub_download(
-                WIKITEXT_ID,
-                f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet",
-                repo_type="dataset",
-                etag_timeout=HUB_TIMEOUT,
-            )
-        except Exception:  # whatever keeps the set away, sampled text comes next
-            return None
-        texts[part] = "".join(pyarrow.parquet.read_table(path, columns=["text"])["text"].to_pylist())
-    return texts
+        # Unlike the download of one file, it does not retry for half a minute where there is no network.
+        folder = snapshot_download(
+            WIKITEXT_ID, repo_type="dataset", allow_patterns=list(names.values()), etag_timeout=HUB_TIMEOUT
+        )
+        tables = {part: pyarrow.parquet.read_table(Path(folder) / name)["text"] for part, name in names.items()}
+    except Exception:  # whatever keeps the set away, sampled text comes next
+        return None
+    return {part: "".join(table.to_pylist()) for part, table in tables.items()}

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hf_ext.ops.packing import CODES_PER_UNIT, COLUMN_MULTIPLE, code_planes, pack_codes, packed_columns, unpack_codes
+from hf_ext.ops.packing import CODES_PER_UNIT, COLUMN_MULTIPLE, code_planes, packed_columns, unpack_codes
 
 
-# Up to this many rows PyTorch's int4 kernel is faster than dequantizing: it unpacks the weight again every 4 rows.
+# The int4 kernel unpacks the weight again every 4 rows, so its time grows with the rows; dequantizing once costs about
+# as much as 48 rows of it (4096 x 11008, AVX512), and the smaller bound leaves room for CPUs with a faster GEMM.
 INT4_MAX_ROWS = 32
 
-# The int8 kernel also reads the weight again every 4 rows.
+# The int8 kernel's time grows with the rows just as the int4 kernel's does.
 INT8_MAX_ROWS = 32
 
 # The kernel takes these group sizes; fewer, longer groups read fewer scales.
@@ -24,11 +25,9 @@ INT4_KERNEL_GROUP_SIZES = (256, 128, 64, 32)
 # The kernel takes only multiples of this many output features; ours are padded with zero rows.
 INT4_KERNEL_OUT_MULTIPLE = 16
 
-# Weights dequantized at once: the fp32 intermediate (4 bytes each) stays in the L2 caches.
-DEQUANTIZE_BLOCK = 2**19
-
-# Weights multiplied at once: enough for an efficient GEMM, and a small part of the whole matrix in memory.
-GEMM_BLOCK = 3 * 2**20
+# Weights dequantized and multiplied at once. Blocks from 2**18 to 2**22 weights took the same CPU time within 30%, but
+# on a busy CPU every pass may wait for a thread, so few large blocks are better; 32 MB of them are still little.
+DEQUANTIZE_BLOCK = 2**22
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class CpuWeight:
     Args:
         backend (`str`): the kernel that it is for, "int4" or "int8".
         codes (`torch.Tensor`): the kernel's own layout.
-        scale (`torch.Tensor`): bfloat16; for "int4" with the zeros, of shape `(kernel_groups, padded_out_features, 2)`.
+        scale (`torch.Tensor`): bfloat16; for "int4" with the offsets, `(kernel_groups, padded_out_features, 2)`.
         row_offset (`torch.Tensor`, *optional*): "int8" only, what each row adds for every unit of input.
         group_size (`int`): the kernel's group size.
     """
@@ -124,8 +123,8 @@ def prepare_cpu(weight: PackedWeight) -> CpuWeight | None:
     """Copy a weight into the layout of a PyTorch CPU kernel, for fast calls with few rows.
 
     Widths of 2, 3 and 4 bits take the int4 kernel where `in_features` and `group_size` (or a whole row) are multiples
-    of 32; 8 bits take the int8 kernel where a row is one group. The copy takes 4 or 8 bits a weight. Keep it beside the
-    module, outside its state, and make it again when the codes change.
+    of 32; 8 bits take the int8 kernel where a row is one group. The copy takes 4 or 8 bits a weight. Keep it beside
+    the module, outside its state, and make it again when the codes change.
 
     Returns:
         [`CpuWeight`], or `None` where no kernel fits; [`choose_backend`] says why.
@@ -248,9 +247,7 @@ def _dequantize_choice(weight: PackedWeight, dtype: torch.dtype, runtime: CpuWei
     return _DEQUANTIZE_RUNTIME if reason is None else Choice("dequantize", f"{reason}: dequantize, then GEMM")
 
 
-def _forced_choice(
-    weight: PackedWeight, dtype: torch.dtype, device_type: str, runtime: CpuWeight | None
-) -> Choice:
+def _forced_choice(weight: PackedWeight, dtype: torch.dtype, device_type: str, runtime: CpuWeight | None) -> Choice:
     name, obstacle = _forced_backend, None
     if name == "dequantize" and not _blocks_fit(weight):
         obstacle = f"group_size={weight.group_size} is no multiple of {COLUMN_MULTIPLE}"
@@ -277,7 +274,9 @@ def _why_no_cpu_kernel(weight: PackedWeight) -> str | None:
 
 
 def _int4_group_size(weight: PackedWeight) -> int | None:
-    fits = (size for size in INT4_KERNEL_GROUP_SIZES if weight.in_features % size == weight.columns_per_group % size == 0)
+    fits = (
+        size for size in INT4_KERNEL_GROUP_SIZES if weight.in_features % size == weight.columns_per_group % size == 0
+    )
     return next(fits, None)
 
 
@@ -321,9 +320,7 @@ def _forward(
     return _BACKENDS[choice.name](rows, weight, bias, runtime).view(*shape[:-1], weight.out_features)
 
 
-def _int4(
-    rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, runtime: CpuWeight
-) -> torch.Tensor:
+def _int4(rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, runtime: CpuWeight) -> torch.Tensor:
     output = torch.ops.aten._weight_int4pack_mm_for_cpu(
         rows.contiguous(), runtime.codes, runtime.group_size, runtime.scale
     )
@@ -332,9 +329,7 @@ def _int4(
     return output if bias is None else output.add_(bias)
 
 
-def _int8(
-    rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, runtime: CpuWeight
-) -> torch.Tensor:
+def _int8(rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, runtime: CpuWeight) -> torch.Tensor:
     output = torch.ops.aten._weight_int8pack_mm(rows.contiguous(), runtime.codes, runtime.scale)
     # In float32: the two parts may cancel.
     output = torch.addcmul(output.float(), rows.float().sum(1, keepdim=True), runtime.row_offset)
@@ -351,7 +346,7 @@ def _dequantize_blocks(
     rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, runtime: CpuWeight | None
 ) -> torch.Tensor:
     rows = _to_planes(rows, weight)
-    step = max(1, GEMM_BLOCK // rows.shape[1])
+    step = max(1, DEQUANTIZE_BLOCK // rows.shape[1])
     if step >= weight.out_features:
         return F.linear(rows, _dequantize_planes(weight, 0, weight.out_features, rows.dtype), bias)
     output = rows.new_empty(rows.shape[0], weight.out_features)
@@ -391,8 +386,8 @@ def _dequantize_planes(
         out = torch.empty(stop - start, planes * groups * columns, dtype=dtype)
     units = -(-weight.in_features // COLUMN_MULTIPLE) * COLUMN_MULTIPLE // planes
     step = min(max(1, DEQUANTIZE_BLOCK // out.shape[1]), stop - start)
-    # zeros: columns past the last unit are never written, and must stay finite
-    codes = torch.zeros(step, planes, groups * columns, dtype=torch.uint8)
+    codes = torch.empty(step, planes, groups * columns, dtype=torch.uint8)
+    codes[:, :, units:] = 0  # past the last unit nothing is unpacked, and the values must be finite
     values = torch.empty(step, *shape, dtype=torch.float32)
     zero, scale = weight.zero.float()[:, None, :, None], weight.scale[:, None, :, None]
     for first in range(start, stop, step):

@@ -58,11 +58,11 @@ def unpack_codes(packed: torch.Tensor, bits: int, in_features: int) -> torch.Ten
             "Check bits and in_features against the ones given to pack_codes."
         )
     planes = code_planes(packed, bits)
-    return planes.transpose(1, 2).reshape(packed.shape[0], -1)[:, :in_features].contiguous()
+    return planes.transpose(1, 2).flatten(1)[:, :in_features].contiguous()
 
 
 def code_planes(packed: torch.Tensor, bits: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Codes grouped by their place within a unit of `p = CODES_PER_UNIT[bits]` codes: column `p * t + j` is at `[:, j, t]`.
+    """Codes by their place in a unit of `p = CODES_PER_UNIT[bits]` codes: column `p * t + j` is at `[:, j, t]`.
 
     In this order every step runs over contiguous memory, which is what makes unpacking cheap on a CPU.
 
@@ -85,10 +85,12 @@ def code_planes(packed: torch.Tensor, bits: int, out: torch.Tensor | None = None
 
 
 def _three_bit_planes(packed: torch.Tensor, units: int, out: torch.Tensor) -> torch.Tensor:
-    low, high = packed[:, : 2 * units].unflatten(1, (units, 2)), packed[:, 2 * units :]
+    # one contiguous copy of each half of the low plane: strided bytes would be read one by one, four times
+    low = packed[:, : 2 * units].unflatten(1, (units, 2)).movedim(2, 0).contiguous()
+    high = packed[:, 2 * units :]
     third = torch.empty_like(out)
     for place in range(8):
-        torch.bitwise_right_shift(low[:, :, place // 4], 2 * (place % 4), out=out[:, place])
+        torch.bitwise_right_shift(low[place // 4], 2 * (place % 4), out=out[:, place])
         shift = torch.bitwise_right_shift if place >= 2 else torch.bitwise_left_shift
         shift(high, abs(place - 2), out=third[:, place])
     return out.bitwise_and_(3).bitwise_or_(third.bitwise_and_(4))

@@ -91,6 +91,11 @@ class LowBitLinear(nn.Module):
         return layer
 
     @property
+    def qweight(self) -> Tensor:
+        """`weight_packed` under the name by which PEFT finds a quantized layer's device."""
+        return self.weight_packed
+
+    @property
     def packed(self) -> PackedWeight:
         """The buffers as the `PackedWeight` that `hf_ext.ops` works with."""
         packed = self._packed

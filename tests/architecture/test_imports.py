@@ -37,7 +37,7 @@ def test_version_needs_no_heavy_import():
 
 
 def test_import_takes_under_the_limit():
-    """In seconds of CPU time, and the best of several runs: what else the machine does only ever makes a run slower."""
+    """In seconds of CPU time, the best of several runs: what else the machine does only makes a run slower."""
     code = "import time; start = time.process_time(); import hf_ext; print(time.process_time() - start)"
     assert min(float(run_python(code)) for _ in range(5)) < IMPORT_SECONDS
 

@@ -18,7 +18,7 @@ def test_sampled_text_is_seeded_and_leaves_the_global_generator_alone(tiny_llama
 
 
 def test_sampled_text_follows_the_model(tiny_llama):
-    """The model finds what it wrote likelier than what it did not: the mean log-likelihood of its own text is higher."""
+    """The model finds what it wrote likelier than what it did not."""
     own = sample_text(tiny_llama, num_samples=8, sequence_length=40)
     foreign = torch.randint(tiny_llama.config.vocab_size, own.shape)
     with torch.no_grad():

@@ -81,6 +81,6 @@ def test_private_overrides_are_listed():
                     continue
                 for name in vars(cls).keys() & vars(base).keys():
                     path = f"{base.__module__}:{base.__qualname__}.{name}"
-                    if name.startswith("_") and not name.startswith("__") and callable(vars(base)[name]):
+                    if name.startswith("_") and not name.startswith("__") and inspect.isfunction(vars(base)[name]):
                         unlisted |= {f"{cls.__qualname__} overrides {path}"} if path not in listed else set()
     assert unlisted == set()
