@@ -28,7 +28,7 @@ def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder model; only decoder-only models are quantized block by block."
+            f"{type(model).__name__} is an encoder-decoder model; only decoder-only models are walked by blocks."
         )
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for name, module in lists.items():
@@ -42,7 +42,7 @@ def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def named_linears(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `(name, linear)` for every `nn.Linear` and `Conv1D` inside `module`, subclasses of other packages excluded."""
+    """Yield `(name, linear)` for every `nn.Linear` and `Conv1D` inside `module`; no subclasses."""
     for name, child in module.named_modules():
         if type(child) in LINEAR_CLASSES:
             yield name, child
@@ -85,8 +85,7 @@ class Expert(nn.Module):
         self.down = down
         self.apply_gate = apply_gate
 
-    def forward(self, hidden_states: Tensor, token_index: Tensor) -> Tensor:
-        """Map the tokens routed here; `token_index` says which of the batch they are, for whoever watches by a hook."""
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.down(self.apply_gate(self.gate_up(hidden_states)))
 
 
@@ -115,7 +114,7 @@ class SlicedExperts(nn.ModuleList):
             if index >= len(self):  # expert-parallel sentinel: the token belongs to another rank
                 continue
             token_index, slot = torch.where(top_k_index == index)
-            expert_output = self[index](hidden_states[token_index], token_index) * top_k_weights[token_index, slot, None]
+            expert_output = self[index](hidden_states[token_index]) * top_k_weights[token_index, slot, None]
             output.index_add_(0, token_index, expert_output.to(output.dtype))
         return output
 

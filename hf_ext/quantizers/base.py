@@ -105,7 +105,7 @@ def quantize(model: PreTrainedModel, config: LowBitConfig) -> QuantizationReport
 
     Args:
         model ([`~transformers.PreTrainedModel`]): a decoder-only model with its float weights.
-        config: a quantization config such as [`OSAQConfig`], with `dataset` and, for text, `tokenizer`.
+        config ([`LowBitConfig`]): a method's config, with `dataset` and, for text, `tokenizer`.
 
     Returns:
         [`QuantizationReport`]: an entry for every linear, also kept as `model.hf_quantizer.report`.
@@ -213,8 +213,8 @@ def refuse_non_finite(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise ValueError(
-                f"{name} holds NaN or infinite values; nothing was changed. Check the checkpoint, or load it in a dtype "
-                "that holds its values: dtype=torch.float32."
+                f"{name} holds NaN or infinite values; nothing was changed. Check the checkpoint, or load it in "
+                "a dtype that holds its values: dtype=torch.float32."
             )
 
 
@@ -256,13 +256,15 @@ def check_files(checkpoint_files: list[str], model: PreTrainedModel, config: Low
             with safe_open(path, framework="pt") as file:
                 shapes = {name: file.get_slice(name).get_shape() for name in file.keys() if name in expected}  # noqa: SIM118
         except SafetensorError as error:
-            raise OSError(f"{path} is truncated or damaged ({error}). Download or save the checkpoint again.") from error
+            raise OSError(
+                f"{path} is truncated or damaged ({error}). Download or save the checkpoint again."
+            ) from error
         for name, shape in shapes.items():
             if shape != expected[name]:
                 raise ValueError(
                     f"{name} is {shape} in {path}, but bits={config.bits} and group_size={config.group_size} of the "
-                    f"stored quantization_config need {expected[name]}: config.json and the weights must come from one "
-                    "save_pretrained call."
+                    f"stored quantization_config need {expected[name]}: config.json and the weights must come from "
+                    "one save_pretrained call."
                 )
 
 
@@ -280,6 +282,6 @@ def check_all_loaded(model: PreTrainedModel) -> None:
     if absent:
         shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
         raise ValueError(
-            f"The checkpoint does not hold {shown}. Its quantization_config does not describe its tensors: config.json "
-            "and the weights must come from one save_pretrained call."
+            f"The checkpoint does not hold {shown}. Its quantization_config does not describe its tensors: "
+            "config.json and the weights must come from one save_pretrained call."
         )

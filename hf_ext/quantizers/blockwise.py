@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from ..core.modules import Expert, decoder_blocks, linear_shape, named_linears, set_linear_weight
+from ..core.modules import decoder_blocks, linear_shape, named_linears, set_linear_weight
 from ..ops.low_bit_linear import PackedWeight, dequantize
 from .activations import ActivationStore, BlockInputs
 from .calibration import batches
@@ -35,7 +35,7 @@ class LayerResult:
     """What a method made of one linear.
 
     Args:
-        weight (`torch.Tensor` `[out, in]`, *optional*): the new float weight, for a method that keeps the linear float.
+        weight (`torch.Tensor` `[out, in]`, *optional*): the new weight, for a method that keeps the linear float.
         packed (`PackedWeight`, *optional*): the low-bit weight, for a method that replaces the linear.
         note (`str`): anything the user should know of this layer.
         metrics (`dict[str, float]`): figures for the report.
@@ -53,12 +53,10 @@ class BlockMethod(Protocol):
     Attributes:
         name: the method's name, for the progress bar and the report.
         propagate_error: whether later blocks see the outputs of the changed (`True`) or of the float blocks.
-        skip_first_tokens: tokens at the start of every row that enter no statistic.
     """
 
     name: str
     propagate_error: bool
-    skip_first_tokens: int
 
     def observe(self, group: str, hidden_states: Tensor) -> None:
         """See `hidden_states`, `[tokens, in_features]`: inputs of the linears of `group`, which share them."""
@@ -164,59 +162,31 @@ def _observe_block(
     With `propagate_error` off, the outputs of this pass are the next block's inputs.
     """
     groups: dict[str, list[str]] = {name: [name] for name in linears}
-    with _watching_experts(block) as routed:
-        for number, batch in enumerate(inputs):
-            if number == 0:
-                groups = _shared_inputs(block, linears, batch.run)
-            with ExitStack() as hooks:
-                kept = _kept_tokens(batch.hidden_states, method.skip_first_tokens)
-                for leader in groups:
-                    hook = _observer(leader, method, kept, routed)
-                    hooks.callback(linears[leader].register_forward_pre_hook(hook).remove)
-                output = batch.run()
-            if not torch.isfinite(output).all():
-                raise ValueError(
-                    f"block {inputs.index} gives NaN or infinite activations on calibration batch {number}. The weights or "
-                    "the dtype overflow there: load the model with dtype=torch.float32, or check the calibration data."
-                )
-            if not method.propagate_error:
-                inputs.keep_output(number, output)
+    for number, batch in enumerate(inputs):
+        if number == 0:
+            groups = _shared_inputs(block, linears, batch.run)
+        with ExitStack() as hooks:
+            for leader in groups:
+                hooks.callback(linears[leader].register_forward_pre_hook(_observer(leader, method)).remove)
+            output = batch.run()
+        if not torch.isfinite(output).all():
+            raise ValueError(
+                f"block {inputs.index} gives NaN or infinite activations on calibration batch {number}. The weights "
+                "or the dtype overflow there: load the model with dtype=torch.float32, or check the calibration data."
+            )
+        if not method.propagate_error:
+            inputs.keep_output(number, output)
     return groups
 
 
-def _kept_tokens(hidden_states: Tensor, skip: int) -> Tensor:
-    """Return which of the flattened tokens of `[rows, length, hidden]` enter the statistics."""
-    kept = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
-    kept[:, : min(skip, kept.shape[1] - 1)] = False
-    return kept.flatten()
-
-
-def _observer(group: str, method: BlockMethod, kept: Tensor, routed: dict[int, Tensor]) -> Callable:
+def _observer(group: str, method: BlockMethod) -> Callable:
     def observe(linear: nn.Module, args: tuple) -> None:
         tokens = args[0].reshape(-1, args[0].shape[-1])
-        token_index = routed.get(id(linear))
-        keep = kept if token_index is None else kept[token_index]
         if not torch.isfinite(tokens).all():
             raise ValueError(f"the inputs of {group} hold NaN or infinite values; no later layer was changed.")
-        method.observe(group, tokens if keep.all() else tokens[keep])
+        method.observe(group, tokens)
 
     return observe
-
-
-@contextmanager
-def _watching_experts(block: nn.Module) -> Iterator[dict[int, Tensor]]:
-    """Give `{id(linear): index of the tokens routed to it}`, kept current while the block runs."""
-    routed: dict[int, Tensor] = {}
-
-    def note(expert: Expert, args: tuple) -> None:
-        for linear in (expert.gate_up, expert.down):
-            routed[id(linear)] = args[1]
-
-    with ExitStack() as hooks:
-        for module in block.modules():
-            if isinstance(module, Expert):
-                hooks.callback(module.register_forward_pre_hook(note).remove)
-        yield routed
 
 
 def _shared_inputs(block: nn.Module, linears: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, list[str]]:
@@ -249,4 +219,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-

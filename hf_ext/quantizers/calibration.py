@@ -50,11 +50,11 @@ def load_calibration(config: LowBitConfig, vocab_size: int | None = None) -> lis
             f"{name}: the calibration data has no row of at least 2 tokens ({len(rows)} rows were empty or shorter). "
             "Pass real text; 128 rows of 2048 tokens are usual."
         )
-    largest = max(int(row.max()) for row in usable)
-    if min(int(row.min()) for row in usable) < 0 or (vocab_size is not None and largest >= vocab_size):
+    smallest, largest = min(int(row.min()) for row in usable), max(int(row.max()) for row in usable)
+    if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
         raise ValueError(
-            f"{name}: the calibration data has token ids from {min(int(row.min()) for row in usable)} to {largest}, but "
-            f"the model's vocabulary has {vocab_size} entries. Was it tokenized with another model's tokenizer?"
+            f"{name}: the calibration data has token ids from {smallest} to {largest}, but the "
+            f"model's vocabulary has {vocab_size} entries. Was it tokenized with another model's tokenizer?"
         )
     return _draw(usable, config.num_samples, config.seed)
 
@@ -143,8 +143,8 @@ def _item_rows(item: Any, tokenizer: PreTrainedTokenizerBase | None) -> tuple[st
         if isinstance(item[0], int):
             return "tokens", [torch.tensor(item, dtype=torch.long)]
     raise TypeError(
-        f"a calibration row is a {type(item).__name__}; allowed are str, a list of chat messages, token ids, a tensor, "
-        "or a dict with input_ids, text or messages."
+        f"a calibration row is a {type(item).__name__}; allowed are str, a list of chat messages, token ids, "
+        "a tensor, or a dict with input_ids, text or messages."
     )
 
 
@@ -161,7 +161,9 @@ def _token_rows(input_ids: Any, attention_mask: Any) -> list[Tensor]:
 
 def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     if tokenizer is None:
-        raise ValueError("the calibration data is text, so a tokenizer is needed: pass tokenizer=... beside dataset=...")
+        raise ValueError(
+            "the calibration data is text, so a tokenizer is needed: pass tokenizer=... beside dataset=..."
+        )
     if not text.strip():
         return torch.empty(0, dtype=torch.long)
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
@@ -170,8 +172,8 @@ def _tokenize(text: str, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
 def _tokenize_messages(messages: list[Mapping], tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "the calibration data is chat messages, so a tokenizer with a chat template is needed: pass tokenizer=..., "
-            "or set tokenizer.chat_template, or pass plain text."
+            "the calibration data is chat messages, so a tokenizer with a chat template is needed: pass "
+            "tokenizer=..., or set tokenizer.chat_template, or pass plain text."
         )
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.long)

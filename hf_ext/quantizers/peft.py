@@ -49,8 +49,8 @@ class LowBitLoraLinear(nn.Module, LoraLayer):
                 raise ValueError(f"{option}=True is not supported on {type(base_layer).__name__}; use plain LoRA.")
         if isinstance(config.init_lora_weights, str) and config.init_lora_weights not in ("gaussian", "orthogonal"):
             raise ValueError(
-                f"init_lora_weights={config.init_lora_weights!r} reads a float weight, which {type(base_layer).__name__} "
-                "does not have; allowed are True, False, 'gaussian' and 'orthogonal'."
+                f"init_lora_weights={config.init_lora_weights!r} reads a float weight, which "
+                f"{type(base_layer).__name__} does not have; allowed are True, False, 'gaussian' and 'orthogonal'."
             )
         LoraLayer.__init__(self, base_layer)
         self.fan_in_fan_out = False

@@ -30,7 +30,7 @@ ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 
 @dataclass
 class QuantizationPlan:
-    """`targets`: names of linears to quantize, with `experts` (fused modules to slice first). `skipped`: the others."""
+    """`targets`: linears to quantize; `experts`: fused modules to slice first; `skipped`: the other linears."""
 
     targets: list[str] = field(default_factory=list)
     experts: list[str] = field(default_factory=list)
@@ -107,8 +107,8 @@ def _plan_experts(model: PreTrainedModel, blocks_name: str, patterns: list[str])
         reason = why_not_sliceable(experts)
         if reason is not None:
             raise ValueError(
-                f"The experts {name!r} ({type(experts).__name__}) cannot be quantized one by one: {reason}. Leave them "
-                f"float: modules_to_not_convert=[{name.rpartition('.')[2]!r}]."
+                f"The experts {name!r} ({type(experts).__name__}) cannot be quantized one by one: {reason}. "
+                f"Leave them float: modules_to_not_convert=[{name.rpartition('.')[2]!r}]."
             )
         names.append(name)
     return names
@@ -128,8 +128,8 @@ def _refuse_idle_patterns(model: nn.Module, patterns: list[str]) -> None:
         if all(should_convert_module(name, [pattern]) for name in names if name):
             examples = ", ".join([name for name, _ in named_linears(model)][:3])
             raise ValueError(
-                f"modules_to_not_convert: {pattern!r} matches no module of {type(model).__name__}. Its linears are named "
-                f"like {examples}."
+                f"modules_to_not_convert: {pattern!r} matches no module of {type(model).__name__}. Its linears are "
+                f"named like {examples}."
             )
 
 

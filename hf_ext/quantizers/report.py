@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerReport:
-    """One linear: `status` is `"quantized"`, `"absorbed"` or `"skipped"`, `note` says why or what went wrong with it."""
+    """One linear: `status` is `"quantized"`, `"absorbed"` or `"skipped"`, `note` says why, or what went wrong."""
 
     name: str
     status: str
@@ -78,7 +78,9 @@ class QuantizationReport:
             values = [f"{layer.metrics[name]:.4g}" if name in layer.metrics else "" for name in names]
             rows.append([layer.name, "x".join(map(str, layer.shape)), layer.status, *values, layer.note])
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         return "\n".join([self.summary(), *lines])
 
     def plot(self) -> Figure:

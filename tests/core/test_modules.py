@@ -91,4 +91,6 @@ def test_digest_tells_order_shape_and_dtype_apart():
         for tensors in ([first, second], [second, first], [first.view(2, 2), second], [first.int(), second])
     ]
     assert len(set(digests)) == 4
-    assert tensor_digest([torch.ones(3, dtype=torch.bfloat16)]) != tensor_digest([torch.zeros(3, dtype=torch.bfloat16)])
+    assert tensor_digest([torch.ones(3, dtype=torch.bfloat16)]) != tensor_digest(
+        [torch.zeros(3, dtype=torch.bfloat16)]
+    )

@@ -215,7 +215,7 @@ def test_experts_without_tokens_are_rounded_and_named(tiny_model):
     """peers 19: four rows of three tokens cannot reach every expert of both blocks."""
     model = tiny_model("mixtral")
     with pytest.warns(UserWarning, match="no calibration token reached it"):
-        report = hf_ext.quantize(model, config(dataset=TOKENS[:1, :3], skip_first_tokens=0))
+        report = hf_ext.quantize(model, config(dataset=TOKENS[:1, :3]))
     unseen = [layer for layer in report.layers if "no calibration token" in layer.note]
     assert unseen and all(".experts." in layer.name for layer in unseen)
     assert torch.isfinite(logits(model)).all()
@@ -242,7 +242,9 @@ def test_a_killed_run_resumes_with_the_same_bytes(tiny_model, tmp_path, family, 
         hf_ext.quantize(model, checkpoint)
     assert not hasattr(model, "hf_quantizer"), "a half-quantized model must not look quantized"
     seen = []
-    monkeypatch.setattr(OSAQMethod, "solve", lambda self, group, linears: seen.append(group) or solve(self, group, linears))
+    monkeypatch.setattr(
+        OSAQMethod, "solve", lambda self, group, linears: seen.append(group) or solve(self, group, linears)
+    )
     resumed = tiny_model(family)
     report = hf_ext.quantize(resumed, checkpoint)
     assert seen and all("layers.1." in group for group in seen), "the finished block was computed again"
@@ -373,7 +375,7 @@ def test_quantizing_twice_is_refused(tiny_llama):
 def test_weights_offloaded_to_disk_are_refused_before_work(tiny_llama, tmp_path):
     """peers 22."""
     tiny_llama.save_pretrained(tmp_path / "model")
-    device_map = {name: "cpu" for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")}
+    device_map = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
     device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     with pytest.raises(ValueError, match=r"offloaded to disk, model\.layers\.1"):
         AutoModelForCausalLM.from_pretrained(
@@ -385,7 +387,9 @@ def test_fused_experts_of_an_unknown_layout_are_refused_by_name(tiny_model):
     """peers 18: never 'done' with the experts left in float."""
     model = tiny_model("mixtral")
     model.model.layers[1].mlp.experts.is_transposed = True
-    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.experts' \(MixtralExperts\).*modules_to_not_convert"):
+    with pytest.raises(
+        ValueError, match=r"'model\.layers\.1\.mlp\.experts' \(MixtralExperts\).*modules_to_not_convert"
+    ):
         hf_ext.quantize(model, config())
 
 

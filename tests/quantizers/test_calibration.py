@@ -86,7 +86,9 @@ def test_batches_hold_rows_of_one_length():
     rows = [torch.arange(n) for n in (3, 5, 3, 5, 3, 2)]
     made = list(batches(rows, batch_size=2))
     assert [tuple(batch.shape) for batch in made] == [(2, 5), (2, 3), (1, 3), (1, 2)]
-    assert_matches(torch.cat([batch.flatten() for batch in made]).sort().values, torch.cat(rows).sort().values, "exact")
+    assert_matches(
+        torch.cat([batch.flatten() for batch in made]).sort().values, torch.cat(rows).sort().values, "exact"
+    )
 
 
 REFUSED = {

@@ -22,7 +22,7 @@ class OSAQConfig(LowBitConfig):
             directions that were never used. Good range: 1e-3 to 3e-2.
         tau (`float`, defaults to 0.1): temperature of the peak weights as a share of the row's largest weight (the
             relative form is ours). Good range: 0.05 to 0.3.
-        mu1 (`float`, defaults to 0.1): ridge on the change; larger is safer and does less. Below 0.03 it makes new
+        mu1 (`float`, defaults to 0.3): ridge on the change; larger is safer and does less. Below 0.03 it makes new
             outliers. Good range: 0.05 to 1.
         mu2 (`float`, defaults to 1.0): keeps the sum of a row's change near zero; any value from 1e-2 on does.
         max_null_ratio (`float`, defaults to 0.5): *ours*: the null directions are at most this share of the columns; 0
@@ -30,8 +30,9 @@ class OSAQConfig(LowBitConfig):
         scope (`str`, defaults to `"row"`): `"row"`, or `"group"` to look at the peaks of every group (*ours*).
         drift_tol (`float`, *optional*): *ours*: a row whose relative squared output error from the absorption would
             exceed it takes a smaller step, or none.
-        skip_first_tokens (`int`, defaults to 1): *ours*: tokens at the start of a row that enter no statistic: the
-            first token's activations are so large that beside them every other direction looks unused.
+        token_normalize (`bool`, defaults to `True`): *ours*: every token enters the statistics with unit length.
+            Without it a few tokens with huge activations, the first of each row among them, own most of the energy, and
+            beside them every other direction looks unused. `False` gives GPTQ's own statistics.
         damp_percent (`float`, defaults to 0.01): GPTQ's damping, as a share of the mean diagonal; grows by itself
             where the Hessian does not factor.
         desc_act (`bool`, defaults to `False`): GPTQ rounds the most active columns first.
@@ -55,12 +56,12 @@ class OSAQConfig(LowBitConfig):
     rounding: Literal["rtn", "gptq"] = "gptq"
     gamma: float = 0.01
     tau: float = 0.1
-    mu1: float = 0.1
+    mu1: float = 0.3
     mu2: float = 1.0
     max_null_ratio: float = 0.5
     scope: Literal["row", "group"] = "row"
     drift_tol: float | None = None
-    skip_first_tokens: int = 1
+    token_normalize: bool = True
     damp_percent: float = 0.01
     desc_act: bool = False
     refine_sweeps: int = 0
@@ -74,7 +75,6 @@ class OSAQConfig(LowBitConfig):
         self._check_range("mu1", 1e-9, None)
         self._check_range("mu2", 0, None)
         self._check_range("max_null_ratio", 0, 1, open_most=True)
-        self._check_range("skip_first_tokens", 0, None)
         self._check_range("damp_percent", 0, 1)
         self._check_range("refine_sweeps", 0, None)
         if self.drift_tol is not None:

@@ -90,6 +90,9 @@ def null_space(
         raise ValueError(f"gamma is {gamma}; it is a share of the energy and must lie between 0 and 1.")
     if not hessian.isfinite().all():
         raise ValueError("the Hessian has values that are not finite; check the calibration text and the model dtype.")
+    most = int(max_null_ratio * len(hessian))
+    if most == 0:
+        return NullSpace(hessian.new_zeros(0, len(hessian), dtype=dtype), hessian.new_zeros(0, dtype=dtype))
     eigenvalues, eigenvectors = torch.linalg.eigh(hessian.to(dtype))
     eigenvalues = eigenvalues.clamp(min=0)  # a rank-deficient Hessian returns tiny negatives
     energy = eigenvalues.cumsum(0)
@@ -99,7 +102,7 @@ def null_space(
         rank = int((energy <= gamma * energy[-1]).sum())
     else:
         rank = int((energy < gamma * energy[-1]).sum()) + int(gamma > 0)
-    rank = min(rank, int(max_null_ratio * len(eigenvalues)))
+    rank = min(rank, most)
     return NullSpace(eigenvectors[:, :rank].T.contiguous(), eigenvalues[:rank])
 
 

@@ -35,14 +35,15 @@ class OSAQMethod:
     def __init__(self, config: OSAQConfig, *, packs: bool):
         self.config = config
         self.packs = packs
-        # Rounding errors are compensated by later layers only if these see them; absorption alone leaves outputs alone.
+        # Rounding errors are compensated by later layers only if these see them; absorption alone keeps the outputs.
         self.propagate_error = packs
-        self.skip_first_tokens = config.skip_first_tokens
         self._moments: dict[str, SecondMoment] = {}
 
     def observe(self, group: str, hidden_states: Tensor) -> None:
         if group not in self._moments:
-            self._moments[group] = SecondMoment(hidden_states.shape[1], hidden_states.device)
+            self._moments[group] = SecondMoment(
+                hidden_states.shape[1], hidden_states.device, self.config.token_normalize
+            )
         self._moments[group].update(hidden_states)
 
     def solve(self, group: str, linears: dict[str, nn.Module]) -> dict[str, LayerResult]:

@@ -61,12 +61,12 @@ def test_null_setting_with_gptq_is_plain_gptq(tiny_llama):
     handle = plain.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
     logits_of_all = plain(TOKENS).logits
     handle.remove()
-    tokens = inputs[0][:, 1:].reshape(-1, tiny.HIDDEN_SIZE)
+    tokens = inputs[0].reshape(-1, tiny.HIDDEN_SIZE)
     assert logits_of_all.shape[0] == len(TOKENS)
     moment = SecondMoment(tiny.HIDDEN_SIZE, torch.device("cpu"))
     moment.update(tokens.detach())
     expected = gptq(weight_of(plain.model.layers[0].self_attn.q_proj), moment.mean(), 3, 16)
-    hf_ext.quantize(tiny_llama, config(**OFF))
+    hf_ext.quantize(tiny_llama, config(token_normalize=False, **OFF))
     layer = tiny_llama.model.layers[0].self_attn.q_proj
     assert_matches(layer.weight_zero, expected.zero, "exact")
     assert_matches(layer.weight_scale, expected.scale, "fp32")
@@ -104,6 +104,18 @@ def test_oracle_11_shared_inputs_give_what_separate_ones_give(tiny_llama):
         separate = alone.solve(kind, {kind: linear})[kind]
         assert_matches(dequantize(results[kind].packed), dequantize(separate.packed), "exact")
         assert results[kind].metrics == separate.metrics
+
+
+def test_token_normalize_gives_every_token_the_same_weight():
+    """One token a thousand times longer than the others leaves the moment of their directions as it is."""
+    tokens = torch.randn(50, 8)
+    scaled = tokens.clone()
+    scaled[7] *= 1000
+    moments = [SecondMoment(8, torch.device("cpu"), token_normalize=True) for _ in range(2)]
+    for moment, given in zip(moments, (tokens, scaled), strict=True):
+        moment.update(given)
+    assert_matches(moments[1].mean(), moments[0].mean(), "fp32")
+    assert_matches(moments[0].mean().trace(), torch.tensor(1.0), "fp32")
 
 
 def test_statistics_are_forgotten_once_used():
@@ -156,7 +168,9 @@ def test_absorbing_a_quantized_model_is_refused(tiny_llama):
         hf_ext.absorb_outliers(tiny_llama, config())
 
 
-@pytest.mark.parametrize("options", [{"desc_act": True}, {"refine_sweeps": 5}, {"rounding": "rtn"}, {"scope": "group"}])
+@pytest.mark.parametrize(
+    "options", [{"desc_act": True}, {"refine_sweeps": 5}, {"rounding": "rtn"}, {"scope": "group"}]
+)
 def test_options_change_the_codes_and_keep_the_contract(tiny_model, tmp_path, options):
     default, changed = tiny_model("llama"), tiny_model("llama")
     hf_ext.quantize(default, config())

@@ -1,0 +1,1 @@
+"""The experiments of the quantization benchmark, one file a question."""

@@ -1,0 +1,17 @@
+"""Quantization: what OSAQ costs and brings on a real small model, and how fast its packed linears run on a CPU.
+
+python examples/benchmarks/quantization/run.py [--quick] [--only NAME] [--json PATH]
+"""
+
+import sys
+from pathlib import Path
+
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+
+from experiments import cost, perplexity, speed  # noqa: E402
+from harness import run  # noqa: E402
+
+
+if __name__ == "__main__":
+    run({**perplexity.EXPERIMENTS, **speed.EXPERIMENTS, **cost.EXPERIMENTS})
