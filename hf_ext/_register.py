@@ -49,11 +49,10 @@ def ensure_registered(quant_method: str) -> None:
     """
     from transformers.quantizers import auto
 
-    from hf_ext.core.errors import closest
-
     if quant_method not in QUANTIZERS:
+        known = ", ".join(QUANTIZERS)
         raise ValueError(
-            f"quant_method={quant_method!r} has no line in hf_ext._public.{closest(quant_method, QUANTIZERS)}"
+            f"quant_method={quant_method!r} has no line in hf_ext._public.QUANTIZERS. Available: {known}."
         )
     holder = _foreign_holder(auto, quant_method)
     if holder is not None:

@@ -70,21 +70,21 @@ def rate(name: str, seconds: dict[str, list[float]], units: float, unit: str, se
     return Measure(name, values[0], unit, baseline, values[1], setup, spread=quartiles[2] - quartiles[0])
 
 
-def run(experiments: dict[str, Experiment]) -> None:
-    """Command line of a benchmark: `--quick`, `--only NAME`, `--json PATH`."""
+def run(experiments: dict[str, Experiment], on_request: dict[str, Experiment]) -> None:
+    """Command line of a benchmark: `--quick`, `--only NAME`, `--json PATH`. `on_request` runs only by name."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="at most ten minutes a measure on two cores")
-    parser.add_argument("--only", choices=list(experiments), help="one group of measures")
+    parser.add_argument("--only", choices=[*experiments, *on_request], help="one group of measures")
     parser.add_argument("--json", type=Path, help="where the result file goes")
     arguments = parser.parse_args()
     measures = []
-    for name, experiment in experiments.items():
-        if arguments.only in (None, name):
-            for measure in experiment(arguments.quick):
-                measures.append(measure.to_dict())
-                print(line(measures[-1]), flush=True)
-                if arguments.json:
-                    write(arguments.json, measures, arguments.quick)
+    chosen = {arguments.only: (experiments | on_request)[arguments.only]} if arguments.only else experiments
+    for experiment in chosen.values():
+        for measure in experiment(arguments.quick):
+            measures.append(measure.to_dict())
+            print(line(measures[-1]), flush=True)
+            if arguments.json:
+                write(arguments.json, measures, arguments.quick)
 
 
 def line(measure: dict) -> str:

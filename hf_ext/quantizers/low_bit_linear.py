@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ..core.modules import linear_shape, set_linear_weight
-from ..ops.low_bit_linear import CpuWeight, PackedWeight, dequantize, low_bit_linear, prepare_cpu
-from ..ops.packing import packed_columns
+from ..ops.cpu_kernels import CpuWeight, prepare_cpu
+from ..ops.low_bit_linear import low_bit_linear
+from ..ops.packed_weight import PackedWeight, dequantize
+from ..ops.packing import packed_rows
 
 
 class LowBitLinear(nn.Module):
@@ -29,7 +31,7 @@ class LowBitLinear(nn.Module):
         source_class (`type`): what `to_float` gives back: `nn.Linear` or `Conv1D`.
 
     Buffers:
-        weight_packed: `uint8` `[out, ceil(in / 8) * bits]`.
+        weight_packed: `uint8` `[ceil(in / 8) * bits, out]`, see [`~ops.packing.pack_codes`].
         weight_scale: `float32` `[out, groups]`; stays fp32 when the model is cast.
         weight_zero: `uint8` `[out, groups]`.
     """
@@ -52,8 +54,8 @@ class LowBitLinear(nn.Module):
         self.group_size = group_size
         self.source_class = source_class
         groups = 1 if group_size == -1 else -(-in_features // group_size)
-        columns = packed_columns(in_features, bits)
-        self.register_buffer("weight_packed", torch.zeros(out_features, columns, dtype=torch.uint8, device=device))
+        rows = packed_rows(in_features, bits)
+        self.register_buffer("weight_packed", torch.zeros(rows, out_features, dtype=torch.uint8, device=device))
         self.register_buffer("weight_scale", torch.ones(out_features, groups, dtype=torch.float32, device=device))
         self.register_buffer("weight_zero", torch.zeros(out_features, groups, dtype=torch.uint8, device=device))
         self._packed: PackedWeight | None = None

@@ -2,16 +2,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hf_ext.ops import low_bit_linear as module
-from hf_ext.ops.low_bit_linear import (
-    INT4_MAX_ROWS,
-    PackedWeight,
-    choose_backend,
-    dequantize,
-    force_backend,
-    low_bit_linear,
-    prepare_cpu,
-)
+from hf_ext.ops import cpu_kernels
+from hf_ext.ops.cpu_kernels import prepare_cpu
+from hf_ext.ops.low_bit_linear import INT4_MAX_ROWS, choose_backend, force_backend, low_bit_linear
+from hf_ext.ops.packed_weight import PackedWeight, dequantize
 from hf_ext.ops.packing import pack_codes
 from tests.numerics import assert_matches
 
@@ -87,15 +81,26 @@ def test_linear_equals_the_dequantized_linear(shape, rows):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dequantizing_by_blocks_gives_the_reference_weight(shape, monkeypatch):
-    monkeypatch.setattr(module, "DEQUANTIZE_BLOCK", 1000)
+    monkeypatch.setattr(cpu_kernels, "DEQUANTIZE_BLOCK", 1000)
     weight = random_weight(*shape)
-    if not module._blocks_fit(weight):
+    if not weight.groups_are_whole_units:
         with pytest.raises(ValueError, match="group_size=20"), force_backend("dequantize"):
             low_bit_linear(random_rows(1, shape[1]), weight)
         return
     with force_backend("dequantize"):
         columns = low_bit_linear(torch.eye(shape[1]), weight)
     assert_matches(columns.t(), dequantize(weight), "exact")
+
+
+@pytest.mark.parametrize("shape", SHAPES[:5])
+def test_bfloat16_blocks_do_without_onednn(shape, monkeypatch):
+    weight, hidden_states = random_weight(*shape), torch.eye(shape[1], dtype=torch.bfloat16)
+    with force_backend("dequantize"):
+        fast = low_bit_linear(hidden_states, weight)
+        monkeypatch.setattr(cpu_kernels, "_onednn_is_fast", lambda: False)
+        plain = low_bit_linear(hidden_states, weight)
+    assert_matches(plain.t(), dequantize(weight, torch.bfloat16), "exact")
+    assert_matches(fast, plain, "lowp")
 
 
 @needs_cpu_kernels

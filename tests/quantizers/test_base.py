@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from hf_ext import LowBitLinear, OSAQConfig
 from hf_ext.core.modules import named_linears
 from hf_ext.ops.low_bit_linear import force_backend
 from tests import tiny
+from tests.fresh_process import FreshProcesses
 from tests.numerics import assert_matches
 
 
@@ -105,22 +103,19 @@ def test_from_pretrained_and_quantize_leave_the_same_model(tiny_llama, tmp_path)
     assert loaded.config.quantization_config.dataset is None, "the calibration data must not live on in the model"
 
 
-def run_fresh(code, *arguments, check=True):
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, env=environment
-    )
-    assert not check or done.returncode == 0, done.stderr
-    return done
+@pytest.fixture(scope="module")
+def fresh():
+    with FreshProcesses("torch._dynamo") as processes:
+        yield processes
 
 
 LOAD = """
-import sys, torch
+import torch
 {imports}
 from transformers import AutoModelForCausalLM
 from safetensors.torch import load_file
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-given = load_file(sys.argv[2])
+model = AutoModelForCausalLM.from_pretrained({folder!r})
+given = load_file({expected!r})
 with torch.no_grad():
     assert torch.equal(model(given["prompt"]).logits, given["logits"])
 assert model.generate(given["prompt"], max_new_tokens=3, do_sample=False).shape[1] == given["prompt"].shape[1] + 3
@@ -128,22 +123,21 @@ assert model.generate(given["prompt"], max_new_tokens=3, do_sample=False).shape[
 
 
 @pytest.mark.parametrize("imports", ["import hf_ext", "import transformers, hf_ext"])
-def test_a_fresh_process_loads_the_same_model(saved, tmp_path, imports):
+def test_a_fresh_process_loads_the_same_model(saved, tmp_path, fresh, imports):
     folder, expected = saved
     save_file({"prompt": PROMPT, "logits": expected}, tmp_path / "expected.safetensors")
-    run_fresh(LOAD.format(imports=imports), folder, tmp_path / "expected.safetensors")
+    fresh.run(LOAD.format(imports=imports, folder=str(folder), expected=str(tmp_path / "expected.safetensors")))
 
 
-def test_a_checkpoint_says_what_it_needs(saved):
+def test_a_checkpoint_says_what_it_needs(saved, fresh):
     """peers 1: without hf_ext Transformers only warns; the stored config must at least name the import."""
     folder, _ = saved
     stored = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert stored["quant_method"] == "osaq"
     assert "import hf_ext" in stored["library"]
     assert "dataset" not in stored and "tokenizer" not in stored
-    code = "import sys; from transformers import AutoModelForCausalLM as M; M.from_pretrained(sys.argv[1])"
-    done = run_fresh(code, folder, check=False)
-    assert "Unknown quantization type, got osaq" in done.stderr + done.stdout
+    code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    assert "Unknown quantization type, got osaq" in fresh.run(code)
 
 
 def test_sharded_checkpoints(tiny_llama, tmp_path):

@@ -1,9 +1,6 @@
 """LoRA on low-bit linears: dispatch, training, saving, merging; peers 24 to 28."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ import hf_ext
 from hf_ext import LowBitLinear, OSAQConfig
 from hf_ext.quantizers.peft import LowBitLoraLinear
 from tests import tiny
+from tests.fresh_process import FreshProcesses
 from tests.numerics import assert_matches
 
 
@@ -117,13 +115,13 @@ def test_merge_and_unmerge_on_a_float_base(tiny_model):
 
 
 LOAD = """
-import sys, torch
+import torch
 import hf_ext
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from safetensors.torch import load_file
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(sys.argv[1]), sys.argv[2])
-given = load_file(sys.argv[3])
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {adapter!r})
+given = load_file({expected!r})
 with torch.no_grad():
     assert torch.equal(model(given["tokens"]).logits, given["logits"])
 """
@@ -136,13 +134,9 @@ def test_a_saved_adapter_loads_in_a_fresh_process(tiny_llama, tmp_path):
     model = with_adapter(base, TARGETS["llama"])
     model.save_pretrained(tmp_path / "adapter")
     save_file({"tokens": TOKENS[:2].contiguous(), "logits": logits(model)}, tmp_path / "expected.safetensors")
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *(str(tmp_path / name) for name in ("base", "adapter", "expected.safetensors"))],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    files = {"base": "base", "adapter": "adapter", "expected": "expected.safetensors"}
+    with FreshProcesses("torch._dynamo") as fresh:
+        fresh.run(LOAD.format(**{key: str(tmp_path / name) for key, name in files.items()}))
 
 
 def test_adapters_on_experts_attention(tiny_model):

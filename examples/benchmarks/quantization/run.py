@@ -9,9 +9,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from experiments import cost, perplexity, speed  # noqa: E402
+from experiments import cost, defaults, perplexity, speed  # noqa: E402
 from harness import run  # noqa: E402
 
 
 if __name__ == "__main__":
-    run({**perplexity.EXPERIMENTS, **speed.EXPERIMENTS, **cost.EXPERIMENTS})
+    run({**perplexity.EXPERIMENTS, **speed.EXPERIMENTS, **cost.EXPERIMENTS}, on_request=defaults.EXPERIMENTS)

@@ -31,8 +31,8 @@ class OSAQConfig(LowBitConfig):
         drift_tol (`float`, *optional*): *ours*: a row whose relative squared output error from the absorption would
             exceed it takes a smaller step, or none.
         token_normalize (`bool`, defaults to `True`): *ours*: every token enters the statistics with unit length.
-            Without it a few tokens with huge activations, the first of each row among them, own most of the energy, and
-            beside them every other direction looks unused. `False` gives GPTQ's own statistics.
+            Without it a few tokens with huge activations, the first of each row among them, own most of the energy,
+            and beside them every other direction looks unused. `False` gives GPTQ's own statistics.
         damp_percent (`float`, defaults to 0.01): GPTQ's damping, as a share of the mean diagonal; grows by itself
             where the Hessian does not factor.
         desc_act (`bool`, defaults to `False`): GPTQ rounds the most active columns first.

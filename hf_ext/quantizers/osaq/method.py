@@ -35,8 +35,9 @@ class OSAQMethod:
     def __init__(self, config: OSAQConfig, *, packs: bool):
         self.config = config
         self.packs = packs
-        # Rounding errors are compensated by later layers only if these see them; absorption alone keeps the outputs.
-        self.propagate_error = packs
+        # GPTQ lets later layers make up for earlier errors, which they must see for that. Absorption alone keeps the
+        # outputs, and what comes out of blocks rounded to the nearest is a poor sample of what the model computes.
+        self.propagate_error = packs and config.rounding == "gptq"
         self._moments: dict[str, SecondMoment] = {}
 
     def observe(self, group: str, hidden_states: Tensor) -> None:

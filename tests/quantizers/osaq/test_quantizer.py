@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, QuantoConfig
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
 import hf_ext
 from hf_ext import LowBitLinear, OSAQConfig
@@ -143,13 +143,15 @@ def test_absorption_helps_row_wise_rounding_where_outliers_meet_unused_direction
 
 
 def test_absorbed_model_is_plain_and_any_quantizer_takes_it(tiny_llama, tmp_path):
-    pytest.importorskip("optimum.quanto")
+    torchao = pytest.importorskip("torchao.quantization", reason="the `bench` extra brings torchao")
     report = hf_ext.absorb_outliers(tiny_llama, config())
     assert all(layer.metrics["range_ratio"] > 0 for layer in report.layers if layer.status == "absorbed")
     assert not hasattr(tiny_llama.config, "quantization_config")
     assert not any(isinstance(module, LowBitLinear) for module in tiny_llama.modules())
     tiny_llama.save_pretrained(tmp_path)
-    quantized = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=QuantoConfig(weights="int8"))
+    quantized = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TorchAoConfig(torchao.Int8WeightOnlyConfig())
+    )
     assert (logits(quantized) - logits(tiny_llama)).norm() < 0.1 * logits(tiny_llama).norm()
 
 

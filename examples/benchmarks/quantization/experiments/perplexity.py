@@ -3,12 +3,13 @@
 Its weights come from a 4-bit file, which flatters every 4-bit result: only 3 bits and below are measured.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
 from harness import Measure, data_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TorchAoConfig
 
 import hf_ext
 from hf_ext import OSAQConfig
@@ -26,7 +27,7 @@ class Lab:
     """The model and the data of one run, and the perplexity of every setting asked for, computed once."""
 
     def __init__(self, quick: bool):
-        self.samples, self.windows = (16, 8) if quick else (64, 32)
+        self.samples, self.windows = (16, 8) if quick else (64, 16)
         self.path = hf_ext.demo_model()
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         self.calibration = data_file("wikitext-2-valid.txt").read_text(encoding="utf-8")
@@ -47,11 +48,11 @@ class Lab:
             **options,
         )
 
-    def perplexity(self, change: Callable[[PreTrainedModel], None], key: str) -> float:
-        """Perplexity of the model after `change`, remembered under `key`."""
+    def perplexity(self, change: Callable[[PreTrainedModel], PreTrainedModel | None], key: str) -> float:
+        """Perplexity of the model after `change`, or of the model it returns, remembered under `key`."""
         if key not in self._known:
             model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32)
-            change(model)
+            model = change(model) or model
             self._known[key] = hf_ext.perplexity(
                 model, self.tokenizer, self.test, sequence_length=SEQUENCE_LENGTH, max_windows=self.windows
             )
@@ -68,8 +69,25 @@ class Lab:
         return self.perplexity(change, f"quantized {sorted(options.items())}")
 
     def absorbed(self, **options) -> float:
-        change = lambda model: hf_ext.absorb_outliers(model, self.config(**options))  # noqa: E731
+        def change(model: PreTrainedModel) -> None:
+            hf_ext.absorb_outliers(model, self.config(**options))
+
         return self.perplexity(change, f"absorbed {sorted(options.items())}")
+
+    def torchao(self, absorb: bool) -> float:
+        """Transformers' own torchao config, 3 bits a row, on the saved model with or without its outliers."""
+        from torchao.quantization import IntxWeightOnlyConfig
+        from torchao.quantization.granularity import PerAxis
+
+        def change(model: PreTrainedModel) -> PreTrainedModel:
+            if absorb:
+                hf_ext.absorb_outliers(model, self.config())
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                config = TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=PerAxis(0)))
+                return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+        return self.perplexity(change, f"torchao {absorb}")
 
     def magr(self, **options) -> float:
         def change(model: PreTrainedModel) -> None:
@@ -114,8 +132,12 @@ def float_drift(quick: bool) -> Iterator[Measure]:
 
 
 def against_gptq(quick: bool) -> Iterator[Measure]:
+    """Against GPTQ with the same token-normalised statistics, and against GPTQ as it is published."""
     it, row, group = lab(quick), {"bits": 3, "group_size": -1}, {"bits": 2, "group_size": 64}
-    yield it.measure("osaq_gptq3_row_ppl", it.quantized(**row), "GPTQ 3-bit per row", it.quantized(**row, **OFF))
+    ours = it.quantized(**row)
+    yield it.measure("osaq_gptq3_row_ppl", ours, "GPTQ 3-bit per row, same statistics", it.quantized(**row, **OFF))
+    published = it.quantized(**row, **OFF, token_normalize=False)
+    yield it.measure("osaq_gptq3_row_ppl/published", ours, "GPTQ 3-bit per row, its own statistics", published)
     for name, sweeps in (("osaq_gptq2_g64_ppl", 0), ("osaq_gptq2_g64_ppl/refined", 10)):
         options = {**group, "refine_sweeps": sweeps}
         yield it.measure(name, it.quantized(**options), "GPTQ 2-bit g64", it.quantized(**group, **OFF))
@@ -136,6 +158,12 @@ def at_groups_of_64(quick: bool) -> Iterator[Measure]:
     yield it.measure("magr_g64_ppl", magr, "GPTQ 3-bit g64", it.quantized(**group, **OFF))
 
 
+def in_front_of_torchao(quick: bool) -> Iterator[Measure]:
+    it = lab(quick)
+    baseline = "torchao 3-bit per row through TorchAoConfig"
+    yield it.measure("osaq_torchao3_row_ppl", it.torchao(True), baseline, it.torchao(False))
+
+
 def against_hqq(quick: bool) -> Iterator[Measure]:
     it, group = lab(quick), {"bits": 3, "group_size": 64}
     yield it.measure("hqq_ppl", it.hqq(3, 64), "OSAQ + GPTQ 3-bit g64", it.quantized(**group))
@@ -146,5 +174,6 @@ EXPERIMENTS = {
     "osaq_fp_drift": float_drift,
     "osaq_gptq": against_gptq,
     "osaq_g64_ppl": at_groups_of_64,
+    "osaq_torchao3_row_ppl": in_front_of_torchao,
     "hqq_ppl": against_hqq,
 }

@@ -9,7 +9,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ext import LowBitLinear
 from hf_ext.core.modules import named_linears, replace_module
-from hf_ext.ops.low_bit_linear import PackedWeight, low_bit_linear, prepare_cpu
+from hf_ext.ops.cpu_kernels import prepare_cpu
+from hf_ext.ops.low_bit_linear import low_bit_linear
+from hf_ext.ops.packed_weight import PackedWeight
 from hf_ext.ops.packing import pack_codes
 from hf_ext.quantizers.rounding import min_max_grid, round_to_grid
 

@@ -1,0 +1,31 @@
+"""How OSAQ's defaults were found: a search on the last third of wikitext-2-valid, which the calibration never sees.
+
+Not part of a full run; `run.py --only osaq_defaults` repeats it.
+"""
+
+from collections.abc import Iterator
+
+from harness import Measure
+
+from .perplexity import OFF, Lab
+
+
+GRID = [(token_normalize, mu1) for token_normalize in (False, True) for mu1 in (0.1, 0.2, 0.3, 0.5, 1.0)]
+
+
+def search(quick: bool) -> Iterator[Measure]:
+    """Both wanted figures for every setting: 3-bit rounding per row, and the drift of the float model."""
+    it = Lab(quick)
+    cut = 2 * len(it.calibration) // 3
+    it.calibration, it.test = it.calibration[:cut], it.calibration[cut:]
+    it.setup = it.setup.replace("of wikitext-2-test", "of the last third of wikitext-2-valid, calibrated on the rest")
+    row = {"bits": 3, "group_size": -1, "rounding": "rtn"}
+    plain = it.quantized(**row, **OFF)
+    for token_normalize, mu1 in GRID[:: 2 if quick else 1]:
+        options = {"token_normalize": token_normalize, "mu1": mu1}
+        name = f"token_normalize={token_normalize},mu1={mu1}"
+        yield it.measure(f"osaq_defaults_ppl/{name}", it.quantized(**row, **options), "RTN 3-bit per row", plain)
+        yield it.measure(f"osaq_defaults_drift/{name}", it.absorbed(**options), "the float model", it.float())
+
+
+EXPERIMENTS = {"osaq_defaults": search}
