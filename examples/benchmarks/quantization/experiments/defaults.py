@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from harness import Measure
 
-from .perplexity import OFF, Lab
+from .perplexity import PLAIN_RTN, ROW_RTN, Lab
 
 
 GRID = [(token_normalize, mu1) for token_normalize in (False, True) for mu1 in (0.1, 0.2, 0.3, 0.5, 1.0)]
@@ -19,12 +19,11 @@ def search(quick: bool) -> Iterator[Measure]:
     cut = 2 * len(it.calibration) // 3
     it.calibration, it.test = it.calibration[:cut], it.calibration[cut:]
     it.setup = it.setup.replace("of wikitext-2-test", "of the last third of wikitext-2-valid, calibrated on the rest")
-    row = {"bits": 3, "group_size": -1, "rounding": "rtn"}
-    plain = it.quantized(**row, **OFF)
+    plain = it.quantized(**PLAIN_RTN)
     for token_normalize, mu1 in GRID[:: 2 if quick else 1]:
         options = {"token_normalize": token_normalize, "mu1": mu1}
         name = f"token_normalize={token_normalize},mu1={mu1}"
-        yield it.measure(f"osaq_defaults_ppl/{name}", it.quantized(**row, **options), "RTN 3-bit per row", plain)
+        yield it.measure(f"osaq_defaults_ppl/{name}", it.quantized(**ROW_RTN, **options), "RTN 3-bit per row", plain)
         yield it.measure(f"osaq_defaults_drift/{name}", it.absorbed(**options), "the float model", it.float())
 
 

@@ -70,14 +70,14 @@ def decode_tokens(quick: bool) -> Iterator[Measure]:
         own = packed[shape]
         own = PackedWeight(own.codes.clone(), own.scale, own.zero, own.bits, own.in_features, own.group_size)
         replace_module(low_bit.model, name, LowBitLinear.from_packed(module, own))
-    tokens = 16 if quick else 32
+    tokens = 64
     prompt = torch.randint(0, config.vocab_size, (1, 8))
 
     def decode(decoder: LlamaForCausalLM):
         options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
         return lambda: decoder.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
-    seconds = alternate({"ours": decode(low_bit), "bf16": decode(model)}, 3 if quick else 8)
+    seconds = alternate({"ours": decode(low_bit), "bf16": decode(model)}, 3 if quick else 6)
     setup = f"random Llama of 1B shape, {BITS}-bit group {GROUP_SIZE}, bf16 head, greedy, {tokens} tokens after 8"
     yield rate("decode_tokens_cpu", seconds, tokens, "tokens per second", setup)
 
