@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -206,13 +208,15 @@ def _load_from_optimum(name: str, tokenizer: PreTrainedTokenizerBase | None, con
         raise MissingExtraError("optimum", "quant", f"the calibration set {name!r}") from error
     if tokenizer is None:
         raise ValueError(f"the calibration set {name!r} is text, so a tokenizer is needed: pass tokenizer=...")
-    state = torch.random.get_rng_state()
+    states = random.getstate(), numpy.random.get_state(), torch.random.get_rng_state()
     try:  # it seeds the global generators
         return get_dataset(
             name, tokenizer, nsamples=config.num_samples, seqlen=config.sequence_length, seed=config.seed
         )
     finally:
-        torch.random.set_rng_state(state)
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.random.set_rng_state(states[2])
 
 
 def _import_datasets() -> Any:

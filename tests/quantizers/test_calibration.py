@@ -1,6 +1,7 @@
 """Every container of calibration data users have, and what is refused."""
 
 import json
+import random
 
 import pytest
 import torch
@@ -121,3 +122,23 @@ def test_messages_without_a_template_are_refused(tiny_tokenizer):
     tiny_tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
         rows_of([[{"role": "user", "content": "w1"}]], tiny_tokenizer)
+
+
+def test_a_named_set_goes_through_optimum(tiny_tokenizer, monkeypatch):
+    """Optimum's own loader runs on a stand-in for the download, and the global generators are left alone."""
+    text = [" ".join(f"w{i % 50}" for i in range(200))]
+    monkeypatch.setattr("optimum.gptq.data.load_dataset", lambda *args, **options: {"text": text})
+    before, drawn = torch.random.get_rng_state(), random.getstate()
+    rows = rows_of("wikitext2", tiny_tokenizer, num_samples=3, seed=4)
+    assert_matches(torch.random.get_rng_state(), before, "exact")
+    assert random.getstate() == drawn
+    ids = tiny_tokenizer(text[0])["input_ids"]
+    assert len(rows) == 3
+    for row in rows:
+        assert any(ids[i : i + 8] == row.tolist() for i in range(len(ids)))
+    assert lists(rows) == lists(rows_of("wikitext2", tiny_tokenizer, num_samples=3, seed=4))
+
+
+def test_an_unknown_set_is_an_error_of_the_loader(tiny_tokenizer):
+    with pytest.raises(Exception, match="no-such-set"):
+        rows_of("nobody/no-such-set", tiny_tokenizer)
