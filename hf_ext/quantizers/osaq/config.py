@@ -18,7 +18,7 @@ class OSAQConfig(LowBitConfig):
 
     Args:
         rounding (`str`, defaults to `"gptq"`): `"gptq"`, or `"rtn"` to round to the nearest.
-        gamma (`float`, defaults to 0.01): share of the inputs' energy that the null directions may hold; 0 keeps only
+        gamma (`float`, defaults to 0.02): share of the inputs' energy that the null directions may hold; 0 keeps only
             directions that were never used. Good range: 1e-3 to 3e-2.
         tau (`float`, defaults to 0.1): temperature of the peak weights as a share of the row's largest weight (the
             relative form is ours). Good range: 0.05 to 0.3.
@@ -54,7 +54,7 @@ class OSAQConfig(LowBitConfig):
     quant_method: ClassVar[str] = "osaq"
 
     rounding: Literal["rtn", "gptq"] = "gptq"
-    gamma: float = 0.01
+    gamma: float = 0.02
     tau: float = 0.1
     mu1: float = 0.3
     mu2: float = 1.0

@@ -10,7 +10,12 @@ from harness import Measure
 from .perplexity import PLAIN_RTN, ROW_RTN, Lab
 
 
-GRID = [(token_normalize, mu1) for token_normalize in (False, True) for mu1 in (0.1, 0.2, 0.3, 0.5, 1.0)]
+GRID = [
+    {"token_normalize": token_normalize, "gamma": gamma, "mu1": mu1}
+    for token_normalize in (False, True)
+    for gamma in (0.01, 0.02)
+    for mu1 in (0.1, 0.3, 1.0)
+]
 
 
 def search(quick: bool) -> Iterator[Measure]:
@@ -20,9 +25,8 @@ def search(quick: bool) -> Iterator[Measure]:
     it.calibration, it.test = it.calibration[:cut], it.calibration[cut:]
     it.setup = it.setup.replace("of wikitext-2-test", "of the last third of wikitext-2-valid, calibrated on the rest")
     plain = it.quantized(**PLAIN_RTN)
-    for token_normalize, mu1 in GRID[:: 2 if quick else 1]:
-        options = {"token_normalize": token_normalize, "mu1": mu1}
-        name = f"token_normalize={token_normalize},mu1={mu1}"
+    for options in GRID:
+        name = ",".join(f"{option}={value}" for option, value in options.items())
         yield it.measure(f"osaq_defaults_ppl/{name}", it.quantized(**ROW_RTN, **options), "RTN 3-bit per row", plain)
         yield it.measure(f"osaq_defaults_drift/{name}", it.absorbed(**options), "the float model", it.float())
 

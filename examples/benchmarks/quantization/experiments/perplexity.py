@@ -138,13 +138,6 @@ def against_gptq(quick: bool) -> Iterator[Measure]:
     for name, sweeps in (("osaq_gptq2_g64_ppl", 0), ("osaq_gptq2_g64_ppl/refined", 10)):
         options = {**group, "refine_sweeps": sweeps}
         yield it.measure(name, it.quantized(**options), "GPTQ 2-bit g64", it.quantized(**group, **OFF))
-    refined = it.quantized(**group, refine_sweeps=10, **OFF)
-    yield it.measure(
-        "osaq_gptq2_g64_ppl/refined_both",
-        it.quantized(**group, refine_sweeps=10),
-        "GPTQ 2-bit g64 with the same refinement",
-        refined,
-    )
 
 
 def at_groups_of_64(quick: bool) -> Iterator[Measure]:
