@@ -64,7 +64,9 @@ class ReportingGroup(TyperGroup):
             if isinstance(outcome, Result):
                 _print_result(outcome, as_json)
             elif code == EXIT_INTERRUPTED:
-                _print_message("Interrupted; nothing was written.", as_json)
+                _print_message(
+                    "Interrupted; no model was written. Blocks finished under --checkpoint-dir are kept.", as_json
+                )
         if standalone_mode:
             sys.exit(code)
         return code

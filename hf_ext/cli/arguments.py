@@ -57,7 +57,9 @@ def load_tokenizer(source: str):
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{source!r} has no tokenizer beside the model: {str(error).splitlines()[0]}") from error
+        raise UsageError(
+            f"{source!r} has no tokenizer beside the model; save one there: tokenizer.save_pretrained({source!r})."
+        ) from error
 
 
 def check_dtype(dtype: str) -> str:

@@ -61,6 +61,12 @@ UPSTREAM = (
     _quantizer("_dequantize", "turns low-bit linears back into float ones", "model", "dtype"),
     _quantizer("get_new_dtype", "keeps packed codes and scales as stored", "converter", "param", "dtype"),
     _quantizer("get_state_dict_and_metadata", "writes what a fresh process needs", "model"),
+    _peft(
+        "tuners.tuners_utils:_maybe_include_all_linear_layers",
+        'wrapped, so that "all-linear" means low-bit linears too',
+        "peft_config",
+        "model",
+    ),
     _peft("tuners.lora.model:dispatch_default", "replaced by one that knows low-bit linears"),
     _peft(
         "tuners.lora.layer:dispatch_default",

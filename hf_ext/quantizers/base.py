@@ -194,7 +194,7 @@ def run_identity(model: nn.Module, config: LowBitConfig, rows: list[Tensor]) -> 
         "model": model_fingerprint(model),
         "calibration": tensor_digest(rows),
         "batch_size": config.batch_size,
-        "options": config.to_dict(),
+        **config.to_dict(),
     }
 
 

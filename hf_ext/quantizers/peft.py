@@ -7,11 +7,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from peft.tuners import tuners_utils
 from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .low_bit_linear import LowBitLinear
+
+
+ALL_LINEAR = "all-linear"
 
 
 def register_lora_dispatch(lora_model: ModuleType) -> None:
@@ -32,6 +36,26 @@ def register_lora_dispatch(lora_model: ModuleType) -> None:
 
     dispatch.knows_low_bit_linear = True
     lora_model.dispatch_default = dispatch
+    _include_in_all_linear()
+
+
+def _include_in_all_linear() -> None:
+    """Let `target_modules="all-linear"` mean low-bit linears too; PEFT looks for `nn.Linear` and `Conv1D` alone."""
+    include_linears = tuners_utils._maybe_include_all_linear_layers
+
+    def include_all(peft_config: Any, model: nn.Module) -> Any:
+        targets = getattr(peft_config, "target_modules", None)
+        peft_config = include_linears(peft_config, model)
+        if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
+            wrapped = [f"{name}." for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+            peft_config.target_modules |= {
+                name
+                for name, module in model.named_modules()
+                if isinstance(module, LowBitLinear) and not name.startswith(tuple(wrapped))
+            }
+        return peft_config
+
+    tuners_utils._maybe_include_all_linear_layers = include_all
 
 
 class LowBitLoraLinear(nn.Module, LoraLayer):

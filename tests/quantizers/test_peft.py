@@ -146,6 +146,19 @@ def test_adapters_on_experts_attention(tiny_model):
     model(TOKENS[:2], labels=TOKENS[:2]).loss.backward()
 
 
+def test_all_linear_means_low_bit_linears_too(tiny_llama):
+    names = {name for name, module in quantized(tiny_llama).named_modules() if isinstance(module, LowBitLinear)}
+    model = with_adapter(tiny_llama, "all-linear")
+    adapted = {
+        name.removeprefix("base_model.model.")
+        for name, module in model.named_modules()
+        if isinstance(module, LowBitLoraLinear)
+    }
+    assert adapted == names and len(names) == 14
+    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    assert all(len(m.lora_A) == 2 for m in model.modules() if isinstance(m, LowBitLoraLinear))
+
+
 @pytest.mark.parametrize("options, words", [
     ({"use_dora": True}, "use_dora=True is not supported"),
     ({"lora_bias": True}, "lora_bias=True is not supported"),
