@@ -67,6 +67,10 @@ UPSTREAM = (
         "peft_config",
         "model",
     ),
+    UpstreamSymbol(
+        "torch", ">=2.6,<3", "torch:ops.onednn.qconv2d_pointwise.default", "dequantizes a block of bf16 weights"
+    ),
+    UpstreamSymbol("torch", ">=2.6,<3", "torch:ops.onednn.qconv_prepack.default", "packs the ones it multiplies by"),
     _peft("tuners.lora.model:dispatch_default", "replaced by one that knows low-bit linears"),
     _peft(
         "tuners.lora.layer:dispatch_default",
