@@ -151,7 +151,7 @@ from hf_ext._register import ensure_registered
 try:
     ensure_registered("osak")
 except ValueError as error:
-    assert "quant_method='osak' has no line in hf_ext._public. Did you mean 'osaq'?" in str(error), error
+    assert "quant_method='osak' has no line in hf_ext._public.QUANTIZERS. Available: osaq." in str(error), error
 else:
     raise AssertionError("a method outside the table was accepted")
 """

@@ -58,6 +58,8 @@ def quantize(
     check_calibration(calibration)
     build_config(method, options)  # tells of a wrong option before the model is looked for
     source = find_model(model)
+    if Path(source).exists() and Path(source).resolve() == output.resolve():
+        raise UsageError(f"--output {str(output)!r} is the float model itself; give another folder.")
     model_config = load_config(source)
     if getattr(model_config, "quantization_config", None) is not None:
         raise UsageError(f"{model!r} is quantized already; give the float model it was made from.")

@@ -30,7 +30,13 @@ def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model; only decoder-only models are walked by blocks."
         )
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    text_model = model.get_decoder()  # a model of several modalities has other lists of blocks, too
+    prefix = next((name for name, module in model.named_modules() if module is text_model), "")
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and f"{name}.".startswith(f"{prefix}." if prefix else "")
+    }
     for name, module in lists.items():
         if len(module) == config.num_hidden_layers and any(True for _ in named_linears(module)):
             return name, module
@@ -117,6 +123,9 @@ class SlicedExperts(nn.ModuleList):
             expert_output = self[index](hidden_states[token_index]) * top_k_weights[token_index, slot, None]
             output.index_add_(0, token_index, expert_output.to(output.dtype))
         return output
+
+    def is_float(self) -> bool:
+        return all(type(linear) is nn.Linear for expert in self for linear in (expert.gate_up, expert.down))
 
     def fuse(self) -> nn.Module:
         """Return the fused experts module again, with the weights that the float linears hold now."""

@@ -64,7 +64,7 @@ class LowBitQuantizer(HfQuantizer):
         else:
             plan_quantization(model, config.group_size, config.modules_to_not_convert)
             with torch.device("cpu"):  # the skeleton is being built under the meta device
-                self._rows = load_calibration(config, model.get_input_embeddings().weight.shape[0])
+                self._rows = load_calibration(config, model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.pre_quantized:
@@ -131,7 +131,7 @@ def run_on_float_model(model: PreTrainedModel, config: LowBitConfig, method: Blo
         ValueError: as [`quantize`].
     """
     refuse_quantized(model)
-    rows = load_calibration(config, model.get_input_embeddings().weight.shape[0])
+    rows = load_calibration(config, model)
     try:
         return _run(model, config, method, rows, lambda name, result: None)
     finally:
@@ -150,7 +150,7 @@ def _run(
     plan = plan_quantization(model, config.group_size, config.modules_to_not_convert)
     checkpoint = None
     if config.checkpoint_dir is not None:
-        checkpoint = RunCheckpoint(config.checkpoint_dir, run_identity(model, config, rows))
+        checkpoint = RunCheckpoint(config.checkpoint_dir, run_identity(model, config, rows, method))
     slice_experts(model, plan)
     warn_if_few_tokens(model, plan, rows)
     report = quantize_blockwise(
@@ -175,6 +175,12 @@ def refuse_quantized(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is already quantized with {held.quantization_config.quant_method!r}; "
             "call model.dequantize() first, or load the float checkpoint."
         )
+    done = next((name for name, module in model.named_modules() if isinstance(module, LowBitLinear)), None)
+    if done is not None:
+        raise ValueError(
+            f"{done} is low-bit already: an earlier run on this model was stopped half-way. Load the float checkpoint "
+            "again; with the same checkpoint_dir the run goes on where it stopped."
+        )
 
 
 @contextmanager
@@ -184,12 +190,16 @@ def _unmarked_on_error(model: PreTrainedModel, quantizer: HfQuantizer) -> Iterat
     except BaseException:
         quantizer.remove_quantization_config(model)
         model.config._is_quantized = False
+        fuse_experts(model)
         raise
 
 
-def run_identity(model: nn.Module, config: LowBitConfig, rows: list[Tensor]) -> dict[str, Any]:
+def run_identity(
+    model: PreTrainedModel, config: LowBitConfig, rows: list[Tensor], method: BlockMethod
+) -> dict[str, Any]:
     """Return all that decides the bytes of a run's result."""
     return {
+        "method": method.name,
         "hf_ext": __version__,
         "model": model_fingerprint(model),
         "calibration": tensor_digest(rows),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -102,6 +103,8 @@ class LowBitConfig(QuantizationConfigMixin):
     def __post_init__(self):
         if self.quant_method:
             ensure_registered(self.quant_method)
+        for field in dataclasses.fields(self):
+            self._check_type(field.name, field.type)
         if self.bits not in SUPPORTED_BITS:
             raise ValueError(f"{self._name}: bits={self.bits!r}; allowed are {', '.join(map(str, SUPPORTED_BITS))}.")
         if not isinstance(self.group_size, int) or (self.group_size < 1 and self.group_size != -1):
@@ -127,6 +130,17 @@ class LowBitConfig(QuantizationConfigMixin):
         if not isinstance(value, (int, float)) or value != value or value < least or too_large:
             limits = f"at least {least}" if most is None else f"from {least} to {'below ' if open_most else ''}{most}"
             raise ValueError(f"{self._name}: {name}={value!r}; allowed is a number {limits}.")
+
+    def _check_type(self, name: str, kind: str) -> None:
+        value = getattr(self, name)
+        right = {
+            "bool": isinstance(value, bool),
+            "int": isinstance(value, int) and not isinstance(value, bool),
+            "float": isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        }
+        if not right.get(kind, True):
+            wanted = {"bool": "True or False", "int": "a whole number", "float": "a finite number"}[kind]
+            raise TypeError(f"{self._name}: {name}={value!r} is a {type(value).__name__}; allowed is {wanted}.")
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         value = getattr(self, name)

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..core.modules import decoder_blocks, linear_shape, named_linears, set_linear_weight
 from ..ops.low_bit_linear import PackedWeight, dequantize
-from .activations import ActivationStore, BlockInputs
+from .activations import ActivationStore, Batch, BlockInputs
 from .calibration import batches
 from .report import LayerReport, QuantizationReport
 
@@ -104,6 +104,7 @@ def quantize_blockwise(
         tqdm(total=len(targets), desc=method.name, unit="linear", delay=1.0) as progress,
     ):
         inputs = BlockInputs(model, blocks, list(batches(rows, batch_size)), store)
+        probe = next(iter(inputs))  # the first block's first batch
         for index, block in enumerate(blocks):
             progress.set_description(f"{method.name} block {index + 1}/{len(blocks)}", refresh=False)
             linears = {f"{blocks_name}.{index}.{name}": linear for name, linear in named_linears(block)}
@@ -128,11 +129,25 @@ def quantize_blockwise(
                 status = "absorbed" if result.packed is None else "quantized"
                 shape = linear_shape(linears[name])
                 report.layers.append(LayerReport(name, status, shape, result.note, result.metrics))
+            if index == 0:
+                _check_runs(probe, list(linears))
+                del probe
     report.seconds = time.monotonic() - started
     for note, names in report.notes().items():
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         warnings.warn(f"{method.name}: {note}: {shown}", stacklevel=3)
     return report
+
+
+def _check_runs(batch: Batch, names: list[str]) -> None:
+    """Raise `ValueError` now, and not when the model is used, if a block reads the weights of its linears itself."""
+    try:
+        batch.run()
+    except AttributeError as error:
+        raise ValueError(
+            f"A block of this model does not run with its linears replaced ({error}): it reads a weight directly. "
+            f"Leave that linear float by modules_to_not_convert; it is one of {', '.join(names)}."
+        ) from error
 
 
 def _float_weight(result: LayerResult) -> Tensor:

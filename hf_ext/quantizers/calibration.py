@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from ..core.errors import MissingExtraError, closest
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .base_config import LowBitConfig
 
@@ -26,19 +27,23 @@ TEXT_SUFFIXES = (".txt", ".text", ".md")
 MESSAGE_KEYS = ("messages", "conversations", "prompt")
 
 
-def load_calibration(config: LowBitConfig, vocab_size: int | None = None) -> list[Tensor]:
+def load_calibration(config: LowBitConfig, model: PreTrainedModel) -> list[Tensor]:
     """Return the calibration rows `config` asks for: 1-D `int64` tensors of 2 to `sequence_length` token ids.
 
     Plain texts are joined, with the tokenizer's end-of-text token between them, and cut into rows of
     `sequence_length`; chat messages and token rows stay a row each and are cut at `sequence_length`. Padding, told by
     an attention mask, is taken out here, before the model can see it. More rows than `num_samples` are thinned by a
-    seeded draw.
+    seeded draw. A row is never longer than the positions `model` has.
 
     Raises:
         ValueError: no data, no usable row, or token ids beyond the vocabulary. TypeError: data of an unknown kind.
         ImportError: a named set without the `quant` extra.
     """
     name = type(config).__name__
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and positions < config.sequence_length:
+        config = dataclasses.replace(config, sequence_length=positions)
     if config.dataset is None:
         raise ValueError(
             f"{name} needs calibration data to quantize: pass {name}(dataset=[...texts...], tokenizer=tokenizer), "
@@ -53,7 +58,7 @@ def load_calibration(config: LowBitConfig, vocab_size: int | None = None) -> lis
             "Pass real text; 128 rows of 2048 tokens are usual."
         )
     smallest, largest = min(int(row.min()) for row in usable), max(int(row.max()) for row in usable)
-    if smallest < 0 or (vocab_size is not None and largest >= vocab_size):
+    if smallest < 0 or largest >= vocab_size:
         raise ValueError(
             f"{name}: the calibration data has token ids from {smallest} to {largest}, but the "
             f"model's vocabulary has {vocab_size} entries. Was it tokenized with another model's tokenizer?"

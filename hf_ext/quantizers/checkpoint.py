@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -51,6 +51,14 @@ class RunCheckpoint:
         path = self._path(index)
         if not path.exists():
             return None
+        try:
+            return self._read(path)
+        except SafetensorError as error:
+            raise OSError(
+                f"{path} is truncated or damaged ({error}). Delete it; its block is computed again."
+            ) from error
+
+    def _read(self, path: Path) -> dict[str, LayerResult]:
         with safe_open(path, framework="pt") as file:
             described = json.loads(file.metadata()["layers"])
             return {name: _decode(name, description, file) for name, description in described.items()}

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Last parts of the names of linears that choose experts: small, and a wrong choice costs a whole expert.
-ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+# Parts of the names of linears that choose experts: small, and a wrong choice costs a whole expert.
+ROUTER_NAMES = ("gate", "router", "shared_expert_gate", "wg")
 
 
 @dataclass
@@ -52,6 +52,7 @@ def plan_quantization(
             larger than a row, each naming the modules.
     """
     patterns = list(modules_to_not_convert or [])
+    _refuse_adapters(model)
     _refuse_idle_patterns(model, patterns)
     blocks_name, _ = decoder_blocks(model)
     plan = QuantizationPlan(experts=_plan_experts(model, blocks_name, patterns))
@@ -65,11 +66,11 @@ def plan_quantization(
     widths = {name: linear_shape(model.get_submodule(name))[1] for name in plan.targets}
     for experts in plan.experts:
         for name, (out_features, in_features) in _sliced_names(experts, model.get_submodule(experts)).items():
-            if should_convert_module(name, patterns):
+            if is_named(name, patterns):
+                plan.skipped[name] = ((out_features, in_features), "named in modules_to_not_convert")
+            else:
                 plan.targets.append(name)
                 widths[name] = in_features
-            else:
-                plan.skipped[name] = ((out_features, in_features), "named in modules_to_not_convert")
     _check_group_size(widths, group_size)
     return plan
 
@@ -83,16 +84,16 @@ def slice_experts(model: nn.Module, plan: QuantizationPlan) -> None:
 def fuse_experts(model: nn.Module) -> None:
     """Replace every `SlicedExperts` whose linears are all float by the fused module it came from."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, SlicedExperts):
+        if isinstance(module, SlicedExperts) and module.is_float():
             replace_module(model, name, module.fuse())
 
 
 def _reason_to_skip(name: str, blocks_name: str, patterns: list[str], default_skips: list[str]) -> str | None:
-    if not should_convert_module(name, patterns):
+    if is_named(name, patterns):
         return "named in modules_to_not_convert"
     if not name.startswith(f"{blocks_name}."):
         return "outside the decoder blocks"
-    if name.rpartition(".")[2] in ROUTER_NAMES:
+    if any(part in ROUTER_NAMES for part in name.split(".")):
         return "router"
     if not should_convert_module(name, default_skips):
         return "output or tied layer"
@@ -102,7 +103,7 @@ def _reason_to_skip(name: str, blocks_name: str, patterns: list[str], default_sk
 def _plan_experts(model: PreTrainedModel, blocks_name: str, patterns: list[str]) -> list[str]:
     names = []
     for name, experts in fused_experts(model).items():
-        if not name.startswith(f"{blocks_name}.") or not should_convert_module(name, patterns):
+        if not name.startswith(f"{blocks_name}.") or is_named(name, patterns):
             continue
         reason = why_not_sliceable(experts)
         if reason is not None:
@@ -122,14 +123,29 @@ def _sliced_names(name: str, experts: nn.Module) -> dict[str, tuple[int, int]]:
     }
 
 
+def is_named(name: str, patterns: list[str]) -> bool:
+    """Whether a pattern names the module `name` or a module that holds it."""
+    parts = name.split(".")
+    return not all(should_convert_module(".".join(parts[:end]), patterns) for end in range(1, len(parts) + 1))
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    adapted = next((name for name, module in model.named_modules() if hasattr(module, "base_layer")), None)
+    if adapted is not None:
+        raise ValueError(
+            f"{adapted} carries an adapter; its small float matrices are no linears to quantize. Merge it first "
+            "(peft_model.merge_and_unload()), or quantize the base model and put the adapter on that."
+        )
+
+
 def _refuse_idle_patterns(model: nn.Module, patterns: list[str]) -> None:
-    names = [name for name, _ in model.named_modules()]
+    names = [name for name, _ in named_linears(model)] + list(fused_experts(model))
     for pattern in patterns:
-        if all(should_convert_module(name, [pattern]) for name in names if name):
+        if not any(is_named(name, [pattern]) for name in names):
             examples = ", ".join([name for name, _ in named_linears(model)][:3])
             raise ValueError(
-                f"modules_to_not_convert: {pattern!r} matches no module of {type(model).__name__}. Its linears are "
-                f"named like {examples}."
+                f"modules_to_not_convert: {pattern!r} matches no linear of {type(model).__name__}, and no module "
+                f"that holds one. Its linears are named like {examples}."
             )
 
 

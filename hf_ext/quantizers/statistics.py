@@ -25,7 +25,8 @@ class SecondMoment:
         """Add `hidden_states`, `[tokens, in_features]`."""
         hidden_states = hidden_states.float()
         if self.token_normalize:
-            hidden_states = F.normalize(hidden_states, dim=1)
+            peak = hidden_states.abs().amax(dim=1, keepdim=True)  # first, so that no square overflows
+            hidden_states = F.normalize(hidden_states / peak.clamp(min=torch.finfo(torch.float32).tiny), dim=1)
         self._sum.addmm_(hidden_states.T, hidden_states)
         self.tokens += hidden_states.shape[0]
 

@@ -306,7 +306,7 @@ def test_a_missing_tensor_is_named(saved):
 REFUSED = {
     "group too large": ({"group_size": 33}, r"group_size=33 is larger than a row of 12 linears: model\.layers\.0"),
     "nothing left": ({"modules_to_not_convert": ["model.layers"]}, "no linear left"),
-    "a pattern that matches nothing": ({"modules_to_not_convert": ["attn.q"]}, "'attn.q' matches no module"),
+    "a pattern that matches nothing": ({"modules_to_not_convert": ["attn.q"]}, "'attn.q' matches no linear"),
     "no data": ({"dataset": None}, "needs calibration data"),
     "text without tokenizer": ({"dataset": ["w1 w2 w3"]}, "tokenizer is needed"),
     "empty data": ({"dataset": [[]]}, "no row of at least 2 tokens"),
@@ -434,3 +434,112 @@ def test_a_full_disk_does_not_spoil_the_run(tiny_llama, tmp_path, monkeypatch):
     hf_ext.quantize(original, config(checkpoint_dir=str(folder)))
     assert_matches(logits(original), logits(expected), "exact")
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("pattern", ["mlp", "layers.0", "layers.0.mlp", "model.layers.1", ".*self_attn"])
+def test_a_pattern_keeps_all_that_a_module_holds(tiny_llama, tmp_path, pattern):
+    report = hf_ext.quantize(tiny_llama, config(modules_to_not_convert=[pattern]))
+    named = [layer.name for layer in report.layers if layer.note == "named in modules_to_not_convert"]
+    part = pattern.removeprefix(".*").removeprefix("model.")
+    assert named and all(f".{part}." in f".{name}" for name in named)
+    assert not any(f".{part}." in f".{name}" for name in linear_names(tiny_llama))
+    expected = logits(tiny_llama)
+    assert_matches(logits(save_and_load(tiny_llama, tmp_path)), expected, "exact")
+
+
+def test_a_stopped_run_on_experts_gives_the_fused_model_back(tiny_model, monkeypatch):
+    """Before anything is quantized, an error must not leave experts in a form that saves but does not load."""
+    model = tiny_model("mixtral")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def refuse(*args):
+        raise ValueError("depends on the tokens")
+
+    monkeypatch.setattr("hf_ext.quantizers.activations._refuse_data_dependence", refuse)
+    with pytest.raises(ValueError, match="depends on the tokens"):
+        hf_ext.quantize(model, config())
+    assert model.state_dict().keys() == before.keys()
+    for name, tensor in model.state_dict().items():
+        assert_matches(tensor, before[name], "exact")
+
+
+def test_a_half_quantized_model_is_refused(tiny_llama, monkeypatch):
+    from hf_ext.quantizers.osaq.method import OSAQMethod
+
+    solve = OSAQMethod.solve
+
+    def stop(self, group, linears):
+        if "layers.1" in group:
+            raise KeyboardInterrupt
+        return solve(self, group, linears)
+
+    monkeypatch.setattr(OSAQMethod, "solve", stop)
+    with pytest.raises(KeyboardInterrupt):
+        hf_ext.quantize(tiny_llama, config())
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"model\.layers\.0.* is low-bit already: an earlier run .* was stopped"):
+        hf_ext.quantize(tiny_llama, config(bits=4))
+
+
+def test_the_two_doors_do_not_share_a_checkpoint(tiny_llama, tiny_model, tmp_path):
+    hf_ext.quantize(tiny_llama, config(checkpoint_dir=str(tmp_path)))
+    with pytest.raises(ValueError, match="belongs to another run: method='OSAQ'"):
+        hf_ext.absorb_outliers(tiny_model("llama"), config(checkpoint_dir=str(tmp_path)))
+
+
+def test_one_changed_weight_or_setting_is_another_model(tiny_llama, tiny_model, tmp_path):
+    hf_ext.quantize(tiny_llama, config(checkpoint_dir=str(tmp_path)))
+    edited, configured = tiny_model("llama"), tiny_model("llama")
+    with torch.no_grad():
+        edited.model.layers[1].mlp.up_proj.weight[3, 5] += 0.5
+    configured.config.rms_norm_eps = 0.1
+    for model in (edited, configured):
+        with pytest.raises(ValueError, match="belongs to another run: model="):
+            hf_ext.quantize(model, config(checkpoint_dir=str(tmp_path)))
+
+
+def test_a_damaged_block_is_named(tiny_llama, tiny_model, tmp_path):
+    hf_ext.quantize(tiny_llama, config(checkpoint_dir=str(tmp_path)))
+    block = tmp_path / "block-00000.safetensors"
+    block.write_bytes(block.read_bytes()[:-50])
+    with pytest.raises(OSError, match="block-00000.safetensors is truncated or damaged.*Delete it"):
+        hf_ext.quantize(tiny_model("llama"), config(checkpoint_dir=str(tmp_path)))
+
+
+def test_a_model_with_adapters_is_refused(tiny_llama):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(tiny_llama, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match="carries an adapter.*merge_and_unload"):
+        hf_ext.quantize(adapted.get_base_model(), config())
+
+
+def test_a_layer_that_never_fires_is_rounded_and_named(tiny_model):
+    model = tiny_model("opt")
+    with torch.no_grad():
+        model.model.decoder.layers[0].fc1.bias.fill_(-1e3)  # behind a ReLU: fc2 sees zeros alone
+    with pytest.warns(UserWarning, match="inputs were all zero on the calibration data"):
+        hf_ext.quantize(model, config())
+    assert model.model.decoder.layers[0].fc2.dequantize().any()
+
+
+def test_a_block_that_reads_a_weight_itself_is_refused_after_the_first_block(tiny_llama):
+    for layer in tiny_llama.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda module, args: (args[0].to(module.up_proj.weight.dtype),))
+    with pytest.raises(ValueError, match="reads a weight directly.*modules_to_not_convert"):
+        hf_ext.quantize(tiny_llama, config())
+
+
+def test_rows_are_cut_at_the_positions_a_model_has(tiny_model):
+    report = hf_ext.quantize(tiny_model("gpt2"), config(dataset=[[3 + i % 50 for i in range(400)]]))
+    assert report.calibration_tokens == 128
+
+
+WRONG_TYPES = {"desc_act": "no", "token_normalize": "False", "bits": 3.0, "group_size": True, "batch_size": 2.5,
+               "refine_sweeps": 1.5, "mu1": float("inf"), "gamma": "0.1", "seed": "x"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_values_of_a_wrong_type_are_refused(name):
+    with pytest.raises(TypeError, match=f"{name}={WRONG_TYPES[name]!r}.*allowed is"):
+        OSAQConfig(**{name: WRONG_TYPES[name]})

@@ -10,12 +10,16 @@ from torch.utils.data import DataLoader
 
 from hf_ext.quantizers.base_config import LowBitConfig
 from hf_ext.quantizers.calibration import batches, load_calibration
+from tests import tiny
 from tests.numerics import assert_matches
+
+
+MODEL = tiny.llama()
 
 
 def rows_of(dataset, tokenizer=None, **options):
     options = {"sequence_length": 8, **options}
-    return load_calibration(LowBitConfig(dataset=dataset, tokenizer=tokenizer, **options), vocab_size=64)
+    return load_calibration(LowBitConfig(dataset=dataset, tokenizer=tokenizer, **options), MODEL)
 
 
 def lists(rows):

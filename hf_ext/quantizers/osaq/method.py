@@ -21,8 +21,8 @@ from .config import OSAQConfig
 from .functional import absorb, null_space
 
 
-UNSEEN = "no calibration token reached it, so its weight was rounded to the nearest and nothing was absorbed"
-UNSEEN_FLOAT = "no calibration token reached it, so its weight was left as it is"
+UNSEEN = "no calibration token reached it"
+SILENT = "its inputs were all zero on the calibration data"
 FEW_TOKENS = "fewer calibration tokens than columns: directions no token happened to use look free to change"
 SINGULAR = "its Hessian did not factor, so its weight was rounded to the nearest"
 
@@ -30,9 +30,8 @@ SINGULAR = "its Hessian did not factor, so its weight was rounded to the nearest
 class OSAQMethod:
     """Absorbs the outliers of every linear and, with `packs`, rounds and packs the result."""
 
-    name = "OSAQ"
-
     def __init__(self, config: OSAQConfig, *, packs: bool):
+        self.name = "OSAQ" if packs else "OSAQ absorption"
         self.config = config
         self.packs = packs
         # GPTQ lets later layers make up for earlier errors, which they must see for that. Absorption alone keeps the
@@ -50,8 +49,10 @@ class OSAQMethod:
     def solve(self, group: str, linears: dict[str, nn.Module]) -> dict[str, LayerResult]:
         moment = self._moments.pop(group, None)
         if moment is None or moment.tokens == 0:
-            return {name: self._unseen(weight_of(linear)) for name, linear in linears.items()}
+            return {name: self._unseen(weight_of(linear), UNSEEN) for name, linear in linears.items()}
         hessian = moment.mean()
+        if not hessian.diagonal().any():
+            return {name: self._unseen(weight_of(linear), SILENT) for name, linear in linears.items()}
         space = null_space(hessian, self.config.gamma, max_null_ratio=self.config.max_null_ratio)
         note = FEW_TOKENS if moment.tokens < hessian.shape[0] else ""
         return {name: self._solve_linear(weight_of(linear), hessian, space, note) for name, linear in linears.items()}
@@ -98,11 +99,11 @@ class OSAQMethod:
             )
         return PackedWeight(pack_codes(codes, bits), scale, zero, bits, weight.shape[1], group_size), failure
 
-    def _unseen(self, weight: Tensor) -> LayerResult:
+    def _unseen(self, weight: Tensor, reason: str) -> LayerResult:
         if not self.packs:
-            return LayerResult(weight=weight, note=UNSEEN_FLOAT)
+            return LayerResult(weight=weight, note=f"{reason}: left as it is")
         bits, group_size = self.config.bits, self.config.group_size
         scale, zero = min_max_grid(weight, bits, group_size)
         codes = round_to_grid(weight, scale, zero, bits, group_size)
         packed = PackedWeight(pack_codes(codes, bits), scale, zero, bits, weight.shape[1], group_size)
-        return LayerResult(packed=packed, note=UNSEEN)
+        return LayerResult(packed=packed, note=f"{reason}: rounded to the nearest, nothing absorbed")

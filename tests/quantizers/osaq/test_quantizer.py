@@ -118,6 +118,12 @@ def test_token_normalize_gives_every_token_the_same_weight():
     assert_matches(moments[0].mean().trace(), torch.tensor(1.0), "fp32")
 
 
+def test_huge_activations_do_not_overflow_the_statistics():
+    moment = SecondMoment(8, torch.device("cpu"), token_normalize=True)
+    moment.update(torch.randn(50, 8) * 1e30)
+    assert_matches(moment.mean().trace(), torch.tensor(1.0), "fp32")
+
+
 def test_statistics_are_forgotten_once_used():
     method = OSAQMethod(config(), packs=False)
     method.observe("q", torch.randn(40, 32))

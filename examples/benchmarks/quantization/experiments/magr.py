@@ -15,29 +15,38 @@ from hf_ext.quantizers.rounding import output_error
 
 
 ALPHA = {False: 1e-3, True: 1e-4}  # penalty for whole rows and for groups, on a Hessian of largest eigenvalue 1
-ITERATIONS = 150
+ITERATIONS = 40  # accelerated, where the paper takes 150 plain steps
+NEWTON_STEPS = 8
 
 
 def l1_projection(vectors: Tensor, radius: float) -> Tensor:
-    """The nearest points of the l1 ball of `radius` to each vector along the last axis."""
-    ordered = vectors.abs().sort(dim=-1, descending=True).values
-    excess = ordered.cumsum(-1) - radius
-    counts = torch.arange(1, vectors.shape[-1] + 1, device=vectors.device)
-    last = (ordered * counts > excess).sum(-1, keepdim=True).clamp(min=1)
-    threshold = (excess.gather(-1, last - 1) / last).clamp(min=0)
-    return vectors.sign() * (vectors.abs() - threshold).clamp(min=0)
+    """The nearest points of the l1 ball of `radius` to each vector along the last axis: shrink by one threshold.
+
+    The threshold is the root of a convex, piecewise linear function, which Newton's method climbs from below.
+    """
+    magnitude = vectors.abs()
+    threshold = ((magnitude.sum(-1, keepdim=True) - radius) / vectors.shape[-1]).clamp(min=0)
+    for _ in range(NEWTON_STEPS):
+        excess = (magnitude - threshold).clamp_(min=0)
+        count = (excess > 0).sum(-1, keepdim=True).clamp(min=1)
+        threshold = threshold + (excess.sum(-1, keepdim=True) - radius).clamp(min=0) / count
+    return vectors.sign() * (magnitude - threshold).clamp(min=0)
 
 
 def magr(weight: Tensor, hessian: Tensor, group_size: int) -> Tensor:
-    """Minimise `1/2 |X (W' - W)|^2 + alpha |W'|_inf` per group by proximal gradient steps."""
+    """Minimise `1/2 |X (W' - W)|^2 + alpha |W'|_inf` per group by accelerated proximal gradient steps."""
     columns = weight.shape[1]
     width = columns if group_size == -1 else group_size
     alpha = ALPHA[group_size != -1]
     hessian = hessian / torch.linalg.eigvalsh(hessian.double()).max().float()
-    changed = weight.clone()
+    changed = ahead = weight
+    momentum = 1.0
     for _ in range(ITERATIONS):
-        step = (changed - (changed - weight) @ hessian).view(len(weight), -1, width)
-        changed = (step - l1_projection(step, alpha)).view_as(weight)  # the prox of alpha |.|_inf, by Moreau
+        step = (ahead - (ahead - weight) @ hessian).view(len(weight), -1, width)
+        previous, changed = changed, (step - l1_projection(step, alpha)).view_as(weight)  # prox of |.|_inf, by Moreau
+        following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
+        ahead = changed + (momentum - 1) / following * (changed - previous)
+        momentum = following
     return changed
 
 

@@ -29,7 +29,7 @@ class Lab:
     """The model and the data of one run, and the perplexity of every setting asked for, computed once."""
 
     def __init__(self, quick: bool):
-        self.samples, self.windows = (16, 8) if quick else (64, 16)
+        self.samples, self.windows = (8, 8) if quick else (64, 16)
         self.path = hf_ext.demo_model()
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         self.calibration = data_file("wikitext-2-valid.txt").read_text(encoding="utf-8")
@@ -128,24 +128,32 @@ def float_drift(quick: bool) -> Iterator[Measure]:
     yield it.measure("osaq_fp_drift", it.absorbed(), "the float model before absorption", it.float())
 
 
-def against_gptq(quick: bool) -> Iterator[Measure]:
+def against_gptq3(quick: bool) -> Iterator[Measure]:
     """Against GPTQ with the same token-normalised statistics, and against GPTQ as it is published."""
-    it, row, group = lab(quick), {"bits": 3, "group_size": -1}, {"bits": 2, "group_size": 64}
+    it, row = lab(quick), {"bits": 3, "group_size": -1}
     ours = it.quantized(**row)
     yield it.measure("osaq_gptq3_row_ppl", ours, "GPTQ 3-bit per row, same statistics", it.quantized(**row, **OFF))
     published = it.quantized(**row, **OFF, token_normalize=False)
     yield it.measure("osaq_gptq3_row_ppl/published", ours, "GPTQ 3-bit per row, its own statistics", published)
-    for name, sweeps in (("osaq_gptq2_g64_ppl", 0), ("osaq_gptq2_g64_ppl/refined", 10)):
-        options = {**group, "refine_sweeps": sweeps}
-        yield it.measure(name, it.quantized(**options), "GPTQ 2-bit g64", it.quantized(**group, **OFF))
+
+
+def against_gptq2(quick: bool) -> Iterator[Measure]:
+    it, group = lab(quick), {"bits": 2, "group_size": 64}
+    plain, ours = it.quantized(**group, **OFF), it.quantized(**group)
+    yield it.measure("osaq_gptq2_g64_ppl", ours, "GPTQ 2-bit g64", plain)
+    refined = it.quantized(**group, refine_sweeps=10)
+    yield it.measure("osaq_gptq2_g64_ppl/refined", refined, "GPTQ 2-bit g64", plain)
 
 
 def at_groups_of_64(quick: bool) -> Iterator[Measure]:
     it, group = lab(quick), {"bits": 3, "group_size": 64}
-    ours, magr = it.quantized(**group), it.magr(**group)
-    yield it.measure("osaq_g64_ppl", ours, "GPTQ 3-bit g64", it.quantized(**group, **OFF))
+    ours, plain = it.quantized(**group), it.quantized(**group, **OFF)
+    yield it.measure("osaq_g64_ppl", ours, "GPTQ 3-bit g64", plain)
+    hqq = it.hqq(3, 64)
+    yield it.measure("hqq_ppl", hqq, "OSAQ + GPTQ 3-bit g64", ours)
+    magr = it.magr(**group)
     yield it.measure("osaq_g64_ppl/magr", ours, "MagR + GPTQ 3-bit g64", magr)
-    yield it.measure("magr_g64_ppl", magr, "GPTQ 3-bit g64", it.quantized(**group, **OFF))
+    yield it.measure("magr_g64_ppl", magr, "GPTQ 3-bit g64", plain)
 
 
 def in_front_of_torchao(quick: bool) -> Iterator[Measure]:
@@ -154,16 +162,11 @@ def in_front_of_torchao(quick: bool) -> Iterator[Measure]:
     yield it.measure("osaq_torchao3_row_ppl", it.torchao(True), baseline, it.torchao(False))
 
 
-def against_hqq(quick: bool) -> Iterator[Measure]:
-    it, group = lab(quick), {"bits": 3, "group_size": 64}
-    yield it.measure("hqq_ppl", it.hqq(3, 64), "OSAQ + GPTQ 3-bit g64", it.quantized(**group))
-
-
 EXPERIMENTS = {
     "osaq_rtn3_row_ppl": against_rtn,
     "osaq_fp_drift": float_drift,
-    "osaq_gptq": against_gptq,
+    "osaq_gptq3_row_ppl": against_gptq3,
+    "osaq_gptq2_g64_ppl": against_gptq2,
     "osaq_g64_ppl": at_groups_of_64,
     "osaq_torchao3_row_ppl": in_front_of_torchao,
-    "hqq_ppl": against_hqq,
 }
