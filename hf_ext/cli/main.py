@@ -7,19 +7,21 @@ import typer
 from .app import ReportingGroup
 from .demo import demo
 from .eval import evaluate
+from .export import export
 from .quantize import quantize
 
 
 app = typer.Typer(
     name="hf-ext",
     cls=ReportingGroup,
-    help="Quantize and measure Transformers models from the command line.",
+    help="Quantize, measure and export Transformers models from the command line.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 app.command("quantize")(quantize)
 app.command("eval")(evaluate)
+app.command("export")(export)
 app.command("demo")(demo)
 
 

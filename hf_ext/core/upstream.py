@@ -118,5 +118,22 @@ UPSTREAM = (
         "qGroupSize",
         "qScaleAndZeros",
     ),
+    UpstreamSymbol(
+        "gguf",
+        ">=0.17,<1",
+        "gguf.gguf_writer:GGUFWriter.add_tensor_info",
+        "writes tensors of types that the package does not know: the number is taken as it is, and the shape too",
+        ("self", "name", "tensor_shape", "tensor_dtype", "tensor_nbytes", "raw_dtype"),
+    ),
+    _transformers(
+        "integrations.gguf.gguf_tokenizer_mapping:GGUF_PRE_TOKENIZER_SPLITS", "the splits that llama.cpp's names mean"
+    ),
+    UpstreamSymbol(
+        "torch",
+        ">=2.6,<3",
+        "torch.cpu:_is_amx_tile_supported",
+        "trains in bfloat16 on a CPU only where its products are fast",
+    ),
+    _transformers("modeling_rope_utils:ROPE_INIT_FUNCTIONS", "the frequencies of a scaled rotation"),
     _aten("_weight_int8pack_mm", "8-bit matrix product on the CPU", "self", "mat2", "scales"),
 )
