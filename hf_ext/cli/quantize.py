@@ -25,9 +25,12 @@ Rows = typer.Option(min=1, help="Calibration rows. Default: the method's.", show
 def quantize(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to save to.", show_default=False)],
-    calibration: Annotated[str, typer.Option(help="Text file, or a set such as wikitext2.", show_default=False)],
+    calibration: Annotated[
+        str | None, typer.Option(help="Text file, or a set such as wikitext2.", show_default=False)
+    ] = None,
     method: Annotated[str, typer.Option(help=f"Method: {', '.join(QUANTIZERS)}.")] = "osaq",
-    bits: Annotated[int | None, typer.Option(help="Bits per weight. Default: the method's.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Named options of a trained method: paper or fast.")] = None,
+    bits: Annotated[float | None, typer.Option(help="Bits per weight. Default: the method's.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Columns per scale; -1 is the row.")] = None,
     rounding: Annotated[str | None, typer.Option(help="How weights are rounded: rtn or gptq.")] = None,
     num_samples: Annotated[int | None, Rows] = None,
@@ -45,7 +48,8 @@ def quantize(
     check_output(output, overwrite)
     check_dtype(dtype)
     options = {
-        "bits": bits,
+        "preset": preset,
+        "bits": int(bits) if bits == int(bits or 0) else bits,
         "group_size": group_size,
         "rounding": rounding,
         "num_samples": num_samples,
@@ -55,8 +59,10 @@ def quantize(
         "checkpoint_dir": None if checkpoint_dir is None else str(checkpoint_dir),
     }
     options = {key: value for key, value in options.items() if value is not None} | parse_options(option or [])
-    check_calibration(calibration)
-    build_config(method, options)  # tells of a wrong option before the model is looked for
+    needs_data = hasattr(
+        build_config(method, options), "dataset"
+    )  # tells of a wrong option before the model is sought
+    check_calibration(calibration, method, needs_data)
     source = find_model(model)
     if Path(source).exists() and Path(source).resolve() == output.resolve():
         raise UsageError(f"--output {str(output)!r} is the float model itself; give another folder.")
@@ -64,7 +70,8 @@ def quantize(
     if getattr(model_config, "quantization_config", None) is not None:
         raise UsageError(f"{model!r} is quantized already; give the float model it was made from.")
     tokenizer = load_tokenizer(source)
-    config = build_config(method, options | {"dataset": calibration, "tokenizer": tokenizer})
+    data_options = {"dataset": calibration, "tokenizer": tokenizer} if needs_data else {}
+    config = build_config(method, options | data_options)
 
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +94,7 @@ def save_quantized(
     from ..hub.cards import QuantizedSizes, quantized_card
     from ..hub.folders import atomic_folder
 
-    report, config = model.hf_quantizer.report, model.config.quantization_config.to_dict()
+    report, config = model.hf_quantizer.report, model.config.quantization_config
     with atomic_folder(output) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -97,7 +104,7 @@ def save_quantized(
     return {
         "output": str(output),
         "base_model": base_model or source,
-        "quantization_config": config,
+        "quantization_config": config.to_dict(),
         "float_bytes": sizes.float_bytes,
         "quantized_bytes": sizes.quantized_bytes,
         "seconds": round(report.seconds, 1),
@@ -162,8 +169,14 @@ def parse_options(options: list[str]) -> dict[str, Any]:
     return parsed
 
 
-def check_calibration(calibration: str) -> None:
-    """Tell a path that does not exist from the name of a set."""
+def check_calibration(calibration: str | None, method: str, needs_data: bool) -> None:
+    """Refuse data missing or not wanted, and tell a path that does not exist from the name of a set."""
+    if needs_data and calibration is None:
+        raise UsageError(f"--method {method} learns from text: give --calibration, a file or a set such as wikitext2.")
+    if calibration is None:
+        return
+    if not needs_data:
+        raise UsageError(f"--calibration: --method {method} reads no data; leave it out.")
     looks_like_path = Path(calibration).suffix in (".txt", ".json", ".jsonl", ".csv", ".parquet")
     if not Path(calibration).exists() and (looks_like_path or calibration.startswith((".", "/", "~"))):
         raise UsageError(f"--calibration: no such file: {calibration!r}.")

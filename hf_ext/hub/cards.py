@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from huggingface_hub import ModelCard, ModelCardData
+
+
+if TYPE_CHECKING:
+    from ..quantizers.base_config import LowBitConfig
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,7 @@ class QuantizedSizes:
 
 
 def quantized_card(
-    name: str, source: str, base_model: str | None, config: dict[str, Any], sizes: QuantizedSizes, summary: str
+    name: str, source: str, base_model: str | None, config: LowBitConfig, sizes: QuantizedSizes, summary: str
 ) -> ModelCard:
     """Return the card of a quantized checkpoint.
 
@@ -36,10 +40,10 @@ def quantized_card(
         license=_licence(source),
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["hf_ext", config["quant_method"], f"{config['bits']}-bit"],
+        tags=["hf_ext", config.quant_method, config.weight_label()],
     )
     hidden = ("quant_method", "format_version", "library")
-    options = "\n".join(f"| `{key}` | {value} |" for key, value in config.items() if key not in hidden)
+    options = "\n".join(f"| `{key}` | {value} |" for key, value in config.to_dict().items() if key not in hidden)
     base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else f"`{Path(source).name}`"
     return ModelCard(
         f"""---
@@ -48,7 +52,7 @@ def quantized_card(
 
 # {name}
 
-{base} with its decoder linears in {config["bits"]} bits, quantized by the method `{config["quant_method"]}` of hf_ext.
+{base} with its decoder linears {config.weight_label()}, quantized by the method `{config.quant_method}` of hf_ext.
 Weights: {_megabytes(sizes.quantized_bytes)}, {_megabytes(sizes.float_bytes)} before.
 
 ```python

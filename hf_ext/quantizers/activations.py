@@ -87,10 +87,24 @@ class BlockInputs:
             yield self._batch(number)
 
     def _batch(self, number: int) -> Batch:
-        args, kwargs = self._arguments[self.shapes[number]][self.index]
-        block = self.blocks[self.index]
+        return self._batch_at(self.index, number, self.store[number])
+
+    def _batch_at(self, index: int, number: int, hidden_states: Tensor) -> Batch:
+        args, kwargs = self._arguments[self.shapes[number]][index]
+        block = self.blocks[index]
         device = next(block.parameters()).device
-        return Batch(block, self.store[number].to(device), args, kwargs)
+        return Batch(block, hidden_states.to(device), args, kwargs)
+
+    def __len__(self) -> int:
+        """Batches of the calibration set."""
+        return len(self.shapes)
+
+    def run(self, number: int, stop: int) -> Tensor:
+        """The output of the blocks from the current one up to `stop` on batch `number`."""
+        hidden_states = self.store[number]
+        for index in range(self.index, stop):
+            hidden_states = self._batch_at(index, number, hidden_states).run()
+        return hidden_states
 
     def keep_output(self, number: int, output: Tensor) -> None:
         """Make `output` of the current block the input of the next one, for a later `advance(rerun=False)`."""

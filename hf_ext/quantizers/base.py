@@ -20,8 +20,10 @@ from .blockwise import BlockMethod, LayerResult, quantize_blockwise
 from .calibration import load_calibration
 from .checkpoint import RunCheckpoint
 from .low_bit_linear import LowBitLinear
+from .packed_linear import PackedLinear
 from .plan import QuantizationPlan, fuse_experts, plan_quantization, slice_experts
 from .report import LayerReport, QuantizationReport
+from .windows import WindowMethod, quantize_windows
 
 
 if TYPE_CHECKING:
@@ -47,9 +49,17 @@ class LowBitQuantizer(HfQuantizer):
         self.report: QuantizationReport | None = None
         self._rows: list[Tensor] = []
 
-    def build_method(self) -> BlockMethod:
-        """Return the method that the engine runs, with the options of `self.quantization_config`."""
+    def build_method(self) -> BlockMethod | WindowMethod:
+        """Return the method that an engine runs, with the options of `self.quantization_config`."""
         raise NotImplementedError(f"{type(self).__name__} must say what it runs: override build_method")
+
+    def make_layer(self, linear: nn.Module, packed: Any) -> nn.Module:
+        """Return the layer that takes the place of `linear`, with the weight `packed`."""
+        return LowBitLinear.from_packed(linear, packed)
+
+    def skeleton_layer(self, name: str, linear: nn.Module) -> nn.Module:
+        """Return an empty layer in place of `linear`, whose full name is `name`, for a checkpoint to load into."""
+        return LowBitLinear.skeleton(linear, self.quantization_config.bits, self.quantization_config.group_size)
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -57,14 +67,15 @@ class LowBitQuantizer(HfQuantizer):
         """Find every reason to refuse before weights load; on a quantized checkpoint, build its skeleton."""
         config = self.quantization_config
         if self.pre_quantized:
-            plan = plan_quantization(model, config.group_size, config.modules_to_not_convert)
+            plan = plan_quantization(model, config)
             slice_experts(model, plan)
-            build_skeleton(model, plan.targets, config)
+            self._build_skeleton(model, plan.targets)
             check_files(checkpoint_files or [], model, config)
         else:
-            plan_quantization(model, config.group_size, config.modules_to_not_convert)
-            with torch.device("cpu"):  # the skeleton is being built under the meta device
-                self._rows = load_calibration(config, model)
+            plan_quantization(model, config)
+            if self.build_method().needs_inputs:
+                with torch.device("cpu"):  # the skeleton is being built under the meta device
+                    self._rows = load_calibration(config, model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.pre_quantized:
@@ -78,15 +89,23 @@ class LowBitQuantizer(HfQuantizer):
 
     def _quantize(self, model: PreTrainedModel) -> QuantizationReport:
         def install(name: str, result: LayerResult) -> None:
-            replace_module(model, name, LowBitLinear.from_packed(model.get_submodule(name), result.packed))
+            replace_module(model, name, self.make_layer(model.get_submodule(name), result.packed))
 
         return _run(model, self.quantization_config, self.build_method(), self._rows, install)
+
+    def _build_skeleton(self, model: PreTrainedModel, targets: list[str]) -> None:
+        for name in targets:
+            replace_module(model, name, self.skeleton_layer(name, model.get_submodule(name)))
+            # Some models initialise a linear's weight from the module that holds it; here it has none. All tensors
+            # come from the checkpoint, or `check_all_loaded` raises.
+            parent = model.get_submodule(name.rpartition(".")[0])
+            parent._is_hf_initialized = not list(parent.buffers(recurse=False))
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         if isinstance(dtype, str):  # save_pretrained leaves the name of the dtype in the config
             dtype = getattr(torch, dtype)
         for name, module in list(model.named_modules()):
-            if isinstance(module, LowBitLinear):
+            if isinstance(module, PackedLinear):
                 replace_module(model, name, module.to_float(dtype))
         fuse_experts(model)
         return model.to(dtype)
@@ -141,28 +160,24 @@ def run_on_float_model(model: PreTrainedModel, config: LowBitConfig, method: Blo
 def _run(
     model: PreTrainedModel,
     config: LowBitConfig,
-    method: BlockMethod,
+    method: BlockMethod | WindowMethod,
     rows: list[Tensor],
     install: Callable[[str, LayerResult], None],
 ) -> QuantizationReport:
     refuse_offloaded(model)
     refuse_non_finite(model)
-    plan = plan_quantization(model, config.group_size, config.modules_to_not_convert)
+    plan = plan_quantization(model, config)
     checkpoint = None
     if config.checkpoint_dir is not None:
-        checkpoint = RunCheckpoint(config.checkpoint_dir, run_identity(model, config, rows, method))
+        identity = run_identity(model, config, rows, method)
+        checkpoint = RunCheckpoint(config.checkpoint_dir, identity, method.packed_types)
     slice_experts(model, plan)
-    warn_if_few_tokens(model, plan, rows)
-    report = quantize_blockwise(
-        model,
-        rows,
-        method,
-        plan.targets,
-        install,
-        batch_size=config.batch_size,
-        offload_dir=config.offload_dir,
-        checkpoint=checkpoint,
-    )
+    options = {}
+    if method.needs_inputs:
+        warn_if_few_tokens(model, plan, rows)
+        options = {"batch_size": config.batch_size, "offload_dir": config.offload_dir}
+    engine = quantize_windows if hasattr(method, "windows") else quantize_blockwise
+    report = engine(model, rows, method, plan.targets, install, checkpoint=checkpoint, **options)
     report.layers.extend(LayerReport(name, "skipped", *why) for name, why in plan.skipped.items())
     logger.info(report.summary())
     return report
@@ -175,7 +190,7 @@ def refuse_quantized(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is already quantized with {held.quantization_config.quant_method!r}; "
             "call model.dequantize() first, or load the float checkpoint."
         )
-    done = next((name for name, module in model.named_modules() if isinstance(module, LowBitLinear)), None)
+    done = next((name for name, module in model.named_modules() if isinstance(module, PackedLinear)), None)
     if done is not None:
         raise ValueError(
             f"{done} is low-bit already: an earlier run on this model was stopped half-way. Load the float checkpoint "
@@ -195,7 +210,7 @@ def _unmarked_on_error(model: PreTrainedModel, quantizer: HfQuantizer) -> Iterat
 
 
 def run_identity(
-    model: PreTrainedModel, config: LowBitConfig, rows: list[Tensor], method: BlockMethod
+    model: PreTrainedModel, config: LowBitConfig, rows: list[Tensor], method: BlockMethod | WindowMethod
 ) -> dict[str, Any]:
     """Return all that decides the bytes of a run's result."""
     return {
@@ -203,7 +218,7 @@ def run_identity(
         "hf_ext": __version__,
         "model": model_fingerprint(model),
         "calibration": tensor_digest(rows),
-        "batch_size": config.batch_size,
+        **{name: getattr(config, name) for name in ("batch_size", "seed") if hasattr(config, name)},
         **config.to_dict(),
     }
 
@@ -241,17 +256,6 @@ def warn_if_few_tokens(model: nn.Module, plan: QuantizationPlan, rows: list[Tens
         )
 
 
-def build_skeleton(model: PreTrainedModel, targets: list[str], config: LowBitConfig) -> None:
-    """Replace the linears `targets` by empty low-bit ones for a checkpoint to load into."""
-    for name in targets:
-        linear = model.get_submodule(name)
-        replace_module(model, name, LowBitLinear.skeleton(linear, config.bits, config.group_size))
-        # Some models initialise a linear's weight from the module that holds it; here it has none. All tensors come
-        # from the checkpoint, or `check_all_loaded` raises.
-        parent = model.get_submodule(name.rpartition(".")[0])
-        parent._is_hf_initialized = not list(parent.buffers(recurse=False))
-
-
 def check_files(checkpoint_files: list[str], model: PreTrainedModel, config: LowBitConfig) -> None:
     """Read the headers of a checkpoint's files.
 
@@ -259,6 +263,7 @@ def check_files(checkpoint_files: list[str], model: PreTrainedModel, config: Low
         OSError: a file is cut short or damaged. ValueError: a packed tensor has another shape than `config` says.
     """
     expected = {name: list(buffer.shape) for name, buffer in model.named_buffers()}
+    given = ", ".join(f"{name}={value!r}" for name, value in config.changed_options().items()) or "the defaults"
     for path in checkpoint_files:
         if not str(path).endswith(".safetensors"):
             continue
@@ -272,9 +277,8 @@ def check_files(checkpoint_files: list[str], model: PreTrainedModel, config: Low
         for name, shape in shapes.items():
             if shape != expected[name]:
                 raise ValueError(
-                    f"{name} is {shape} in {path}, but bits={config.bits} and group_size={config.group_size} of the "
-                    f"stored quantization_config need {expected[name]}: config.json and the weights must come from "
-                    "one save_pretrained call."
+                    f"{name} is {shape} in {path}, but {given} of the stored quantization_config need "
+                    f"{expected[name]}: config.json and the weights must come from one save_pretrained call."
                 )
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 FORMAT_VERSION = 1
-SUPPORTED_BITS = (2, 3, 4, 8)
 # Needed to quantize, meaningless once the model is quantized: never written to config.json.
 RUN_FIELDS = (
     "dataset",
@@ -30,6 +29,7 @@ RUN_FIELDS = (
     "checkpoint_dir",
     "offload_dir",
     "seed",
+    "parameters",
 )
 
 
@@ -65,22 +65,11 @@ class LowBitConfig(QuantizationConfigMixin):
     """Fields every low-bit method has. A method's own config subclasses it and sets `quant_method`.
 
     Args:
-        bits (`int`, defaults to 3): bits per weight: 2, 3, 4 or 8.
-        group_size (`int`, defaults to -1): input columns that share one scale and zero-point; -1 is the whole row.
-            The last group of a row may be shorter. 64 or 128 are usual below 4 bits.
         modules_to_not_convert (`list[str]`, *optional*): modules that stay float *beside* the safe defaults
             (everything outside the decoder blocks, such as `lm_head`, and routers). A full name, the end of one, or
             a regular expression that matches up to a module boundary.
-        dataset (*optional*): calibration data: a list of `str`, of chat message lists or of token rows, a token
-            tensor `[rows, length]`, a `datasets.Dataset`, an iterable of batches, a text or JSON-lines file, or the
-            name of a set (`"wikitext2"`, `"c4"`, or any Hub data set with a text or messages column).
-        tokenizer (*optional*): a tokenizer or its name; needed unless `dataset` holds tokens.
-        num_samples (`int`, defaults to 128): calibration rows used at most.
-        sequence_length (`int`, defaults to 2048): tokens per calibration row at most.
-        batch_size (`int`, defaults to 8): calibration rows in one forward.
-        checkpoint_dir (`str`, *optional*): where each finished block is kept, so that a killed run resumes there.
-        offload_dir (`str`, *optional*): where the activations of the calibration set lie instead of in memory.
-        seed (`int`, defaults to 0): seed of the choice of calibration rows.
+        checkpoint_dir (`str`, *optional*): where what is finished is kept, so that a killed run resumes there.
+        seed (`int`, defaults to 0): seed of all that is drawn.
 
     Raises:
         TypeError: for an unknown option. ValueError: for a value out of range, or a newer stored format.
@@ -88,16 +77,8 @@ class LowBitConfig(QuantizationConfigMixin):
 
     quant_method: ClassVar[str] = ""
 
-    bits: int = 3
-    group_size: int = -1
     modules_to_not_convert: list[str] | None = None
-    dataset: Any = None
-    tokenizer: PreTrainedTokenizerBase | str | None = None
-    num_samples: int = 128
-    sequence_length: int = 2048
-    batch_size: int = 8
     checkpoint_dir: str | None = None
-    offload_dir: str | None = None
     seed: int = 0
 
     def __post_init__(self):
@@ -105,20 +86,18 @@ class LowBitConfig(QuantizationConfigMixin):
             ensure_registered(self.quant_method)
         for field in dataclasses.fields(self):
             self._check_type(field.name, field.type)
-        if self.bits not in SUPPORTED_BITS:
-            raise ValueError(f"{self._name}: bits={self.bits!r}; allowed are {', '.join(map(str, SUPPORTED_BITS))}.")
-        if not isinstance(self.group_size, int) or (self.group_size < 1 and self.group_size != -1):
-            raise ValueError(
-                f"{self._name}: group_size={self.group_size!r}; allowed are positive numbers of columns (64, 128), "
-                "or -1 for one group a row."
-            )
         if isinstance(self.modules_to_not_convert, str):
             raise TypeError(
                 f"{self._name}: modules_to_not_convert={self.modules_to_not_convert!r} is one string; "
                 f"write a list: [{self.modules_to_not_convert!r}]."
             )
-        for name, least in (("num_samples", 1), ("sequence_length", 2), ("batch_size", 1)):
-            self._check_range(name, least, None)
+
+    def weight_label(self) -> str:
+        """What the weights become, in two words for people: "3-bit", "ternary"."""
+        raise NotImplementedError(f"{self._name} must say what its weights are: override weight_label")
+
+    def check_shapes(self, shapes: dict[str, tuple[int, int]]) -> None:
+        """Raise `ValueError` for linears, `{name: (out_features, in_features)}`, that the options do not fit."""
 
     @property
     def _name(self) -> str:
@@ -159,6 +138,11 @@ class LowBitConfig(QuantizationConfigMixin):
             **fields,
         }
 
+    def changed_options(self) -> dict[str, Any]:
+        """Return the stored options that are not at their defaults."""
+        stored = [field for field in dataclasses.fields(self) if field.name not in RUN_FIELDS]
+        return {f.name: getattr(self, f.name) for f in stored if getattr(self, f.name) != f.default}
+
     def without_run(self) -> LowBitConfig:
         """Return a copy that has forgotten the calibration run: what a quantized model keeps."""
         defaults = {f.name: f.default for f in dataclasses.fields(self) if f.name in RUN_FIELDS}
@@ -172,3 +156,67 @@ class LowBitConfig(QuantizationConfigMixin):
 
     def __iter__(self):
         yield from self.to_dict().items()
+
+
+@quantization_config
+class CalibratedConfig(LowBitConfig):
+    """Fields of the methods that look at calibration data, beside those of [`LowBitConfig`].
+
+    Args:
+        dataset (*optional*): calibration data: a list of `str`, of chat message lists or of token rows, a token
+            tensor `[rows, length]`, a `datasets.Dataset`, an iterable of batches, a text or JSON-lines file, or the
+            name of a set (`"wikitext2"`, `"c4"`, or any Hub data set with a text or messages column).
+        tokenizer (*optional*): a tokenizer or its name; needed unless `dataset` holds tokens.
+        num_samples (`int`, defaults to 128): calibration rows used at most.
+        sequence_length (`int`, defaults to 2048): tokens per calibration row at most.
+        batch_size (`int`, defaults to 8): calibration rows in one forward.
+        offload_dir (`str`, *optional*): where the activations of the calibration set lie instead of in memory.
+
+    Raises:
+        TypeError: for an unknown option. ValueError: for a value out of range.
+    """
+
+    dataset: Any = None
+    tokenizer: PreTrainedTokenizerBase | str | None = None
+    num_samples: int = 128
+    sequence_length: int = 2048
+    batch_size: int = 8
+    offload_dir: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, least in (("num_samples", 1), ("sequence_length", 2), ("batch_size", 1)):
+            self._check_range(name, least, None)
+
+
+@quantization_config
+class GroupedConfig(CalibratedConfig):
+    """Fields of the methods whose scales belong to groups of columns, beside those of [`CalibratedConfig`].
+
+    Args:
+        group_size (`int`, defaults to -1): input columns that share one scale; -1 is the whole row. 64 or 128 are
+            usual below 4 bits.
+
+    Raises:
+        ValueError: for a value out of range, or a group larger than a row.
+    """
+
+    group_size: int = -1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.group_size < 1 and self.group_size != -1:
+            raise ValueError(
+                f"{self._name}: group_size={self.group_size!r}; allowed are positive numbers of columns (64, 128), "
+                "or -1 for one group a row."
+            )
+
+    def check_shapes(self, shapes: dict[str, tuple[int, int]]) -> None:
+        too_narrow = {name: width for name, (_, width) in shapes.items() if self.group_size > width}
+        if too_narrow:
+            shown = ", ".join(f"{name} ({width} columns)" for name, width in list(too_narrow.items())[:5])
+            raise ValueError(
+                f"group_size={self.group_size} is larger than a row of {len(too_narrow)} linears: {shown}. Allowed "
+                f"are 1 to {min(width for _, width in shapes.values())}, or -1 for one group a row; or name them in "
+                "modules_to_not_convert."
+            )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..core.modules import decoder_blocks, linear_shape, named_linears, set_linear_weight
-from ..ops.low_bit_linear import PackedWeight, dequantize
+from ..ops.packed_weight import dequantize
 from .activations import ActivationStore, Batch, BlockInputs
 from .calibration import batches
 from .report import LayerReport, QuantizationReport
@@ -36,13 +36,14 @@ class LayerResult:
 
     Args:
         weight (`torch.Tensor` `[out, in]`, *optional*): the new weight, for a method that keeps the linear float.
-        packed (`PackedWeight`, *optional*): the low-bit weight, for a method that replaces the linear.
+        packed (*optional*): the low-bit weight, for a method that replaces the linear: a dataclass of tensors and
+            plain values, such as `PackedWeight`.
         note (`str`): anything the user should know of this layer.
         metrics (`dict[str, float]`): figures for the report.
     """
 
     weight: Tensor | None = None
-    packed: PackedWeight | None = None
+    packed: Any = None
     note: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -52,11 +53,15 @@ class BlockMethod(Protocol):
 
     Attributes:
         name: the method's name, for the progress bar and the report.
+        needs_inputs: whether the method looks at activations; without, there is no calibration set and no `observe`.
         propagate_error: whether later blocks see the outputs of the changed (`True`) or of the float blocks.
+        packed_types: the dataclasses that its packed weights are of.
     """
 
     name: str
+    needs_inputs: bool
     propagate_error: bool
+    packed_types: tuple[type, ...]
 
     def observe(self, group: str, hidden_states: Tensor) -> None:
         """See `hidden_states`, `[tokens, in_features]`: inputs of the linears of `group`, which share them."""
@@ -99,12 +104,14 @@ def quantize_blockwise(
     blocks_name, blocks = decoder_blocks(model)
     with (
         torch.no_grad(),
-        _evaluating(model),
+        evaluating(model),
         ActivationStore(offload_dir) as store,
         tqdm(total=len(targets), desc=method.name, unit="linear", delay=1.0) as progress,
     ):
-        inputs = BlockInputs(model, blocks, list(batches(rows, batch_size)), store)
-        probe = next(iter(inputs))  # the first block's first batch
+        inputs = probe = None
+        if method.needs_inputs:
+            inputs = BlockInputs(model, blocks, list(batches(rows, batch_size)), store)
+            probe = next(iter(inputs))  # the first block's first batch
         for index, block in enumerate(blocks):
             progress.set_description(f"{method.name} block {index + 1}/{len(blocks)}", refresh=False)
             linears = {f"{blocks_name}.{index}.{name}": linear for name, linear in named_linears(block)}
@@ -114,29 +121,37 @@ def quantize_blockwise(
             if finished:
                 progress.update(len(linears))
             else:
-                groups = _observe_block(block, linears, inputs, method)
+                groups = (
+                    _observe_block(block, linears, inputs, method) if inputs else {name: [name] for name in linears}
+                )
                 results = _solve_groups(groups, linears, method, progress)
                 if checkpoint:
                     checkpoint.save_block(index, results)
-            if not method.propagate_error:
+            if inputs and not method.propagate_error:
                 inputs.advance(rerun=finished)
             for name, result in results.items():
-                set_linear_weight(linears[name], _float_weight(result))
-            if method.propagate_error:
+                if result.packed is None or method.propagate_error:
+                    set_linear_weight(linears[name], _float_weight(result))
+            if inputs and method.propagate_error:
                 inputs.advance(rerun=True)
             for name, result in results.items():
                 install(name, result)
                 status = "absorbed" if result.packed is None else "quantized"
                 shape = linear_shape(linears[name])
                 report.layers.append(LayerReport(name, status, shape, result.note, result.metrics))
-            if index == 0:
+            if probe is not None:
                 _check_runs(probe, list(linears))
-                del probe
+                probe = None
     report.seconds = time.monotonic() - started
+    warn_of_notes(report)
+    return report
+
+
+def warn_of_notes(report: QuantizationReport) -> None:
+    """Warn once of every note, with the layers that carry it."""
     for note, names in report.notes().items():
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        warnings.warn(f"{method.name}: {note}: {shown}", stacklevel=3)
-    return report
+        warnings.warn(f"{report.method}: {note}: {shown}", stacklevel=4)
 
 
 def _check_runs(batch: Batch, names: list[str]) -> None:
@@ -227,7 +242,7 @@ def _shared_inputs(block: nn.Module, linears: dict[str, nn.Module], run: Callabl
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     training = model.training
     model.eval()
     try:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..ops.low_bit_linear import PackedWeight
 from .blockwise import LayerResult
 
 
 IDENTITY = "run.json"
+
+# Block -> linear -> name of a parameter -> its value.
+WindowState = dict[int, dict[str, dict[str, Tensor]]]
 
 
 class RunCheckpoint:
@@ -24,13 +30,15 @@ class RunCheckpoint:
     Args:
         folder: where to keep them; made if absent.
         identity: what must be the same for a block to be taken: model, calibration data and options.
+        packed_types: the dataclasses that the method's packed weights are of.
 
     Raises:
         ValueError: if the folder holds another run; the message says what differs.
     """
 
-    def __init__(self, folder: str | os.PathLike, identity: dict[str, Any]):
+    def __init__(self, folder: str | os.PathLike, identity: dict[str, Any], packed_types: tuple[type, ...]):
         self.folder = Path(folder)
+        self._packed_types = {kind.__name__: kind for kind in packed_types}
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / IDENTITY
         identity = json.loads(json.dumps(identity))
@@ -51,28 +59,56 @@ class RunCheckpoint:
         path = self._path(index)
         if not path.exists():
             return None
-        try:
-            return self._read(path)
-        except SafetensorError as error:
-            raise OSError(
-                f"{path} is truncated or damaged ({error}). Delete it; its block is computed again."
-            ) from error
-
-    def _read(self, path: Path) -> dict[str, LayerResult]:
-        with safe_open(path, framework="pt") as file:
+        with _opened(path) as file:
             described = json.loads(file.metadata()["layers"])
-            return {name: _decode(name, description, file) for name, description in described.items()}
+            return {name: self._decode(name, description, file) for name, description in described.items()}
 
     def save_block(self, index: int, results: dict[str, LayerResult]) -> None:
         tensors: dict[str, Tensor] = {}
         described = {name: _encode(name, result, tensors) for name, result in results.items()}
-        path = self._path(index)
-        temporary = path.with_suffix(".partial")
-        save_file(tensors, temporary, metadata={"layers": json.dumps(described)})
-        os.replace(temporary, path)
+        _save(self._path(index), tensors, {"layers": json.dumps(described)})
+
+    def finished_windows(self) -> int:
+        """Return how many windows, from the first on, are finished."""
+        return next(number for number in itertools.count() if not self._window_path(number).exists())
+
+    def load_window(self, number: int) -> tuple[WindowState, list[float]]:
+        """Return the state of the blocks that window `number` left unfinished, and its curve."""
+        state: WindowState = {}
+        with _opened(self._window_path(number)) as file:
+            for key in file.keys():  # noqa: SIM118
+                index, name, part = key.split("/")
+                state.setdefault(int(index), {}).setdefault(name, {})[part] = file.get_tensor(key)
+            return state, json.loads(file.metadata()["curve"])
+
+    def save_window(self, number: int, state: WindowState, curve: list[float]) -> None:
+        """Keep the training state behind window `number`; the state before it is no longer needed."""
+        tensors = {
+            f"{index}/{name}/{part}": tensor.contiguous()
+            for index, linears in state.items()
+            for name, parts in linears.items()
+            for part, tensor in parts.items()
+        }
+        _save(self._window_path(number), tensors, {"curve": json.dumps(curve)})
+        if number:
+            _, earlier_curve = self.load_window(number - 1)
+            _save(self._window_path(number - 1), {}, {"curve": json.dumps(earlier_curve)})
 
     def _path(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.safetensors"
+
+    def _window_path(self, number: int) -> Path:
+        return self.folder / f"window-{number:05d}.safetensors"
+
+    def _decode(self, name: str, description: dict[str, Any], file: Any) -> LayerResult:
+        weight = packed = None
+        if description["packed"] is None:
+            weight = file.get_tensor(f"{name}.weight")
+        else:
+            kind, plain = self._packed_types[description["packed"]["type"]], description["packed"]["plain"]
+            fields = {field.name for field in dataclasses.fields(kind)} - plain.keys()
+            packed = kind(**plain, **{field: file.get_tensor(f"{name}.{field}") for field in fields})
+        return LayerResult(weight, packed, description["note"], description["metrics"])
 
 
 def _encode(name: str, result: LayerResult, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -80,23 +116,42 @@ def _encode(name: str, result: LayerResult, tensors: dict[str, Tensor]) -> dict[
     if result.packed is None:
         tensors[f"{name}.weight"] = result.weight.contiguous()
     else:
-        packed = result.packed
-        tensors |= {f"{name}.codes": packed.codes, f"{name}.scale": packed.scale, f"{name}.zero": packed.zero}
-        description["packed"] = {
-            "bits": packed.bits,
-            "in_features": packed.in_features,
-            "group_size": packed.group_size,
-        }
+        values = {field.name: getattr(result.packed, field.name) for field in dataclasses.fields(result.packed)}
+        parts = {field: value for field, value in values.items() if isinstance(value, Tensor)}
+        tensors |= {f"{name}.{field}": value.contiguous() for field, value in parts.items()}
+        plain = {field: value for field, value in values.items() if field not in parts}
+        description["packed"] = {"type": type(result.packed).__name__, "plain": plain}
     return description
 
 
-def _decode(name: str, description: dict[str, Any], file: Any) -> LayerResult:
-    if description["packed"] is None:
-        weight, packed = file.get_tensor(f"{name}.weight"), None
-    else:
-        parts = {part: file.get_tensor(f"{name}.{part}") for part in ("codes", "scale", "zero")}
-        weight, packed = None, PackedWeight(**parts, **description["packed"])
-    return LayerResult(weight, packed, description["note"], description["metrics"])
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise OSError(f"{path} is truncated or damaged ({error}). Delete it; it is computed again.") from error
+
+
+def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    temporary = path.with_suffix(".partial")
+    save_file(tensors, temporary, metadata=metadata)
+    os.replace(temporary, path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise OSError(f"{path} is truncated or damaged ({error}). Delete it; it is computed again.") from error
+
+
+def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    temporary = path.with_suffix(".partial")
+    save_file(tensors, temporary, metadata=metadata)
+    os.replace(temporary, path)
 
 
 def _write(path: Path, text: str) -> None:

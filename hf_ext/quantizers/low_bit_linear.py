@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
-from ..core.modules import linear_shape, set_linear_weight
+from ..core.modules import linear_shape
+from ..ops.activations import fake_quantize_activations
 from ..ops.cpu_kernels import CpuWeight, prepare_cpu
 from ..ops.low_bit_linear import low_bit_linear
 from ..ops.packed_weight import PackedWeight, dequantize
 from ..ops.packing import packed_rows
+from .packed_linear import PackedLinear
 
 
-class LowBitLinear(nn.Module):
+class LowBitLinear(PackedLinear):
     """`y = x W^T + b` with `W = (code - zero) * scale`, codes of 2, 3, 4 or 8 bits, scale and zero a group of columns.
 
     Made by a quantizer, in place of an `nn.Linear` or a `Conv1D`. It has no `weight`; `dequantize()` gives one.
@@ -26,6 +26,8 @@ class LowBitLinear(nn.Module):
         out_features (`int`): rows of the weight.
         bits (`int`): 2, 3, 4 or 8.
         group_size (`int`): columns that share a scale; -1 for the whole row. The last group may be shorter.
+        zero_point (`int`, *optional*): the zero of every group; `None` where each group has its own.
+        activation_bits (`int`): 8 rounds the inputs to 256 values a token; 16 leaves them.
         bias (`bool`): whether there is one.
         dtype (`torch.dtype`): of the bias.
         source_class (`type`): what `to_float` gives back: `nn.Linear` or `Conv1D`.
@@ -33,8 +35,10 @@ class LowBitLinear(nn.Module):
     Buffers:
         weight_packed: `uint8` `[ceil(in / 8) * bits, out]`, see [`~ops.packing.pack_codes`].
         weight_scale: `float32` `[out, groups]`; stays fp32 when the model is cast.
-        weight_zero: `uint8` `[out, groups]`.
+        weight_zero: `uint8` `[out, groups]`; absent with a `zero_point`.
     """
+
+    fixed_dtype_buffers = ("weight_scale",)
 
     def __init__(
         self,
@@ -42,31 +46,29 @@ class LowBitLinear(nn.Module):
         out_features: int,
         bits: int,
         group_size: int = -1,
+        zero_point: int | None = None,
+        activation_bits: int = 16,
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         source_class: type = nn.Linear,
     ):
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
+        super().__init__(in_features, out_features, bias, device, dtype, source_class)
         self.bits = bits
         self.group_size = group_size
-        self.source_class = source_class
+        self.zero_point = zero_point
+        self.activation_bits = activation_bits
         groups = 1 if group_size == -1 else -(-in_features // group_size)
         rows = packed_rows(in_features, bits)
         self.register_buffer("weight_packed", torch.zeros(rows, out_features, dtype=torch.uint8, device=device))
         self.register_buffer("weight_scale", torch.ones(out_features, groups, dtype=torch.float32, device=device))
-        self.register_buffer("weight_zero", torch.zeros(out_features, groups, dtype=torch.uint8, device=device))
+        if zero_point is None:
+            self.register_buffer("weight_zero", torch.zeros(out_features, groups, dtype=torch.uint8, device=device))
         self._packed: PackedWeight | None = None
         self._cpu_weight: tuple[CpuWeight | None] | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype), requires_grad=False)
-        else:
-            self.register_parameter("bias", None)
 
     @classmethod
-    def skeleton(cls, linear: nn.Module, bits: int, group_size: int) -> LowBitLinear:
+    def skeleton(cls, linear: nn.Module, bits: int, group_size: int, **options: int | None) -> LowBitLinear:
         """Return a layer of the shape of `linear`, on its device, for a checkpoint to load into."""
         out_features, in_features = linear_shape(linear)
         return cls(
@@ -74,6 +76,7 @@ class LowBitLinear(nn.Module):
             out_features,
             bits,
             group_size,
+            **options,
             bias=linear.bias is not None,
             device=linear.weight.device,
             dtype=linear.weight.dtype,
@@ -81,21 +84,19 @@ class LowBitLinear(nn.Module):
         )
 
     @classmethod
-    def from_packed(cls, linear: nn.Module, packed: PackedWeight) -> LowBitLinear:
+    def from_packed(cls, linear: nn.Module, packed: PackedWeight, **options: int | None) -> LowBitLinear:
         """Return a layer with the weight `packed` and the bias of `linear`."""
         device = linear.weight.device
-        layer = cls.skeleton(linear, packed.bits, packed.group_size)
+        layer = cls.skeleton(linear, packed.bits, packed.group_size, **options)
         layer.weight_packed = packed.codes.to(device)
         layer.weight_scale = packed.scale.to(device)
-        layer.weight_zero = packed.zero.to(device)
+        if layer.zero_point is None:
+            layer.weight_zero = packed.zero.to(device)
+        elif (packed.zero != layer.zero_point).any():
+            raise ValueError(f"the weight has other zeros than zero_point={layer.zero_point}; pass zero_point=None.")
         if linear.bias is not None:
             layer.bias = nn.Parameter(linear.bias.detach(), requires_grad=False)
         return layer
-
-    @property
-    def qweight(self) -> Tensor:
-        """`weight_packed` under the name by which PEFT finds a quantized layer's device."""
-        return self.weight_packed
 
     @property
     def packed(self) -> PackedWeight:
@@ -103,10 +104,15 @@ class LowBitLinear(nn.Module):
         packed = self._packed
         if packed is None or packed.codes is not self.weight_packed or packed.scale is not self.weight_scale:
             packed = self._packed = PackedWeight(
-                self.weight_packed, self.weight_scale, self.weight_zero, self.bits, self.in_features, self.group_size
+                self.weight_packed, self.weight_scale, self._zero(), self.bits, self.in_features, self.group_size
             )
             self._cpu_weight = None
         return packed
+
+    def _zero(self) -> Tensor:
+        if self.zero_point is None:
+            return self.weight_zero
+        return torch.full_like(self.weight_scale, self.zero_point, dtype=torch.uint8)
 
     def cpu_weight(self) -> CpuWeight | None:
         """Return the copy of the weight in the layout of PyTorch's CPU kernels, made at the first call."""
@@ -116,36 +122,13 @@ class LowBitLinear(nn.Module):
         return self._cpu_weight[0]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = fake_quantize_activations(hidden_states, self.activation_bits)
         # The kernels serve bf16 only; without it their copy would be memory for nothing.
         on_kernel = hidden_states.dtype is torch.bfloat16 and hidden_states.device.type == "cpu"
         return low_bit_linear(hidden_states, self.packed, self.bias, self.cpu_weight() if on_kernel else None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weight `[out_features, in_features]`, computed in fp32 and cast to `dtype`."""
         return dequantize(self.packed, dtype)
-
-    def to_float(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Return the `nn.Linear` or `Conv1D` with the dequantized weight."""
-        device = self.weight_packed.device
-        if self.source_class is Conv1D:
-            linear = Conv1D(self.out_features, self.in_features).to(device, dtype)
-        else:
-            linear = nn.Linear(
-                self.in_features, self.out_features, bias=self.bias is not None, device=device, dtype=dtype
-            )
-        set_linear_weight(linear, self.dequantize(dtype))
-        if self.bias is not None:
-            with torch.no_grad():
-                linear.bias.copy_(self.bias)
-        return linear.requires_grad_(False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LowBitLinear:
-        # `model.to(torch.bfloat16)` would round the scales, and the reloaded model would differ from this one.
-        scale = self.weight_scale
-        super()._apply(fn, recurse)
-        if self.weight_scale.dtype != torch.float32:
-            self.weight_scale = scale.to(self.weight_scale.device)
-        return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)

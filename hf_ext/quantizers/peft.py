@@ -12,14 +12,14 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from .low_bit_linear import LowBitLinear
+from .packed_linear import PackedLinear
 
 
 ALL_LINEAR = "all-linear"
 
 
 def register_lora_dispatch(lora_model: ModuleType) -> None:
-    """Make PEFT's LoRA know `LowBitLinear`; `lora_model` is `peft.tuners.lora.model`. Calling it again does nothing.
+    """Make PEFT's LoRA know `PackedLinear`; `lora_model` is `peft.tuners.lora.model`. Calling it again does nothing.
 
     PEFT asks its dispatchers in turn and offers no public way to add one that a saved adapter would remember, so the
     last of them, the default, is asked after ours.
@@ -30,7 +30,7 @@ def register_lora_dispatch(lora_model: ModuleType) -> None:
 
     def dispatch(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
         base_layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        if isinstance(base_layer, LowBitLinear):
+        if isinstance(base_layer, PackedLinear):
             return LowBitLoraLinear(target, adapter_name, config=config, **kwargs)
         return dispatch_default(target, adapter_name, config=config, **kwargs)
 
@@ -51,7 +51,7 @@ def _include_in_all_linear() -> None:
             peft_config.target_modules |= {
                 name
                 for name, module in model.named_modules()
-                if isinstance(module, LowBitLinear) and not name.startswith(tuple(wrapped))
+                if isinstance(module, PackedLinear) and not name.startswith(tuple(wrapped))
             }
         return peft_config
 
@@ -59,7 +59,7 @@ def _include_in_all_linear() -> None:
 
 
 class LowBitLoraLinear(nn.Module, LoraLayer):
-    """LoRA on a [`LowBitLinear`]: the packed weight is frozen, the adapter trains in its own dtype.
+    """LoRA on a [`PackedLinear`]: the packed weight is frozen, the adapter trains in its own dtype.
 
     Merging into packed codes would round the adapter away, so `merge` is refused until the base is float again.
     """
@@ -117,7 +117,7 @@ class LowBitLoraLinear(nn.Module, LoraLayer):
             ValueError: while the base is packed, or with `safe_merge` when the sum is not finite.
         """
         base_layer = self.get_base_layer()
-        if isinstance(base_layer, LowBitLinear):
+        if isinstance(base_layer, PackedLinear):
             raise ValueError(
                 "An adapter cannot be merged into packed low-bit weights: rounding would undo it. Call "
                 "peft_model.get_base_model().dequantize() first, then merge_and_unload() gives a float model."

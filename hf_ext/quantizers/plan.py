@@ -23,6 +23,8 @@ from ..core.modules import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .base_config import LowBitConfig
+
 
 # Parts of the names of linears that choose experts: small, and a wrong choice costs a whole expert.
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate", "wg")
@@ -37,21 +39,18 @@ class QuantizationPlan:
     skipped: dict[str, tuple[tuple[int, int], str]] = field(default_factory=dict)
 
 
-def plan_quantization(
-    model: PreTrainedModel, group_size: int, modules_to_not_convert: list[str] | None
-) -> QuantizationPlan:
+def plan_quantization(model: PreTrainedModel, config: LowBitConfig) -> QuantizationPlan:
     """Decide for every linear of `model`, on its architecture alone, so that saving and loading agree.
 
     Args:
         model: the float model; its weights may be on the meta device, its experts fused or already sliced.
-        group_size: columns of a group, or -1.
-        modules_to_not_convert: patterns of modules that stay float beside the safe defaults.
+        config: the method's options, which say what stays float beside the safe defaults and which shapes fit.
 
     Raises:
-        ValueError: nothing to quantize, a pattern that matches nothing, experts of an unknown layout, or a group
-            larger than a row, each naming the modules.
+        ValueError: nothing to quantize, a pattern that matches nothing, experts of an unknown layout, or shapes that
+            `config` does not fit, each naming the modules.
     """
-    patterns = list(modules_to_not_convert or [])
+    patterns = list(config.modules_to_not_convert or [])
     _refuse_adapters(model)
     _refuse_idle_patterns(model, patterns)
     blocks_name, _ = decoder_blocks(model)
@@ -63,15 +62,17 @@ def plan_quantization(
             plan.targets.append(name)
         else:
             plan.skipped[name] = (linear_shape(linear), reason)
-    widths = {name: linear_shape(model.get_submodule(name))[1] for name in plan.targets}
+    shapes = {name: linear_shape(model.get_submodule(name)) for name in plan.targets}
     for experts in plan.experts:
-        for name, (out_features, in_features) in _sliced_names(experts, model.get_submodule(experts)).items():
+        for name, shape in _sliced_names(experts, model.get_submodule(experts)).items():
             if is_named(name, patterns):
-                plan.skipped[name] = ((out_features, in_features), "named in modules_to_not_convert")
+                plan.skipped[name] = (shape, "named in modules_to_not_convert")
             else:
                 plan.targets.append(name)
-                widths[name] = in_features
-    _check_group_size(widths, group_size)
+                shapes[name] = shape
+    if not shapes:
+        raise ValueError("There is no linear left to quantize: modules_to_not_convert covers every decoder block.")
+    config.check_shapes(shapes)
     return plan
 
 
@@ -147,15 +148,3 @@ def _refuse_idle_patterns(model: nn.Module, patterns: list[str]) -> None:
                 f"modules_to_not_convert: {pattern!r} matches no linear of {type(model).__name__}, and no module "
                 f"that holds one. Its linears are named like {examples}."
             )
-
-
-def _check_group_size(widths: dict[str, int], group_size: int) -> None:
-    if not widths:
-        raise ValueError("There is no linear left to quantize: modules_to_not_convert covers every decoder block.")
-    too_narrow = {name: width for name, width in widths.items() if group_size > width}
-    if too_narrow:
-        shown = ", ".join(f"{name} ({width} columns)" for name, width in list(too_narrow.items())[:5])
-        raise ValueError(
-            f"group_size={group_size} is larger than a row of {len(too_narrow)} linears: {shown}. Allowed are 1 to "
-            f"{min(widths.values())}, or -1 for one group a row; or name them in modules_to_not_convert."
-        )

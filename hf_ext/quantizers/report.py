@@ -34,12 +34,14 @@ class QuantizationReport:
         layers (`list[LayerReport]`): one entry a linear, skipped ones included.
         seconds (`float`): wall-clock time of the run.
         calibration_tokens (`int`): tokens that went through the model.
+        curves (`list[list[float]]`): of a trained method: the loss of every window after each epoch.
     """
 
     method: str
     layers: list[LayerReport] = field(default_factory=list)
     seconds: float = 0.0
     calibration_tokens: int = 0
+    curves: list[list[float]] = field(default_factory=list)
 
     def count(self, status: str) -> int:
         return sum(layer.status == status for layer in self.layers)
@@ -84,10 +86,10 @@ class QuantizationReport:
         return "\n".join([self.summary(), *lines])
 
     def plot(self) -> Figure:
-        """Draw every metric over the layers, in the order of the model.
+        """Draw every metric over the layers, in the order of the model, and the losses of a trained method.
 
         Returns:
-            `matplotlib.figure.Figure`: one panel a metric.
+            `matplotlib.figure.Figure`: one panel a metric, and one for the losses.
 
         Raises:
             ImportError: without the `viz` extra.
@@ -97,8 +99,13 @@ class QuantizationReport:
         except ImportError as error:
             raise MissingExtraError("matplotlib", "viz", "QuantizationReport.plot") from error
         names = self.metric_names()
-        figure = Figure(figsize=(9, 2.4 * max(1, len(names))), layout="constrained")
-        for axes, name in zip(figure.subplots(max(1, len(names)), squeeze=False)[:, 0], names, strict=False):
+        panels = max(1, len(names) + bool(self.curves))
+        figure = Figure(figsize=(9, 2.4 * panels), layout="constrained")
+        panel = figure.subplots(panels, squeeze=False)[:, 0]
+        for number, curve in enumerate(self.curves):
+            panel[-1].plot(curve, linewidth=0.8, color=f"{0.8 * number / len(self.curves):.3f}")
+            panel[-1].set(xlabel="epoch, then the end", ylabel="loss, dark to light", yscale="log")
+        for axes, name in zip(panel, names, strict=False):
             kinds: dict[str, tuple[list[int], list[float]]] = {}
             for i, layer in enumerate(self.layers):
                 if name in layer.metrics:
@@ -109,6 +116,6 @@ class QuantizationReport:
                 axes.plot(at, values, marker=".", linewidth=0.8, label=kind)
             axes.set_ylabel(name.replace("_", " "))
             axes.legend(fontsize="x-small", ncols=4)
-        figure.supxlabel("linear, in the order of the model")
+            axes.set_xlabel("linear, in the order of the model")
         figure.suptitle(self.summary())
         return figure

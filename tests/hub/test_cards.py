@@ -5,10 +5,11 @@ import re
 
 from huggingface_hub import ModelCard
 
+from hf_ext import OSAQConfig
 from hf_ext.hub.cards import QuantizedSizes, quantized_card
 
 
-CONFIG = {"quant_method": "osaq", "format_version": 1, "library": "hf_ext 0", "bits": 3, "group_size": 64}
+CONFIG = OSAQConfig(bits=3, group_size=64)
 
 
 def card_of(source, base_model):

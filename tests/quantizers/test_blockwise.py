@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_ext import OSAQConfig
 from hf_ext.core.modules import named_linears, set_linear_weight, weight_of
 from hf_ext.quantizers.blockwise import LayerResult, quantize_blockwise
 from hf_ext.quantizers.plan import plan_quantization, slice_experts
@@ -18,6 +19,8 @@ class Halve:
     """Sees everything, and halves every weight."""
 
     name = "halve"
+    needs_inputs = True
+    packed_types = ()
 
     def __init__(self, propagate_error=False):
         self.propagate_error = propagate_error
@@ -37,7 +40,7 @@ class Halve:
 
 
 def run(model, rows, method, **options):
-    plan = plan_quantization(model, -1, None)
+    plan = plan_quantization(model, OSAQConfig())
     slice_experts(model, plan)
     return quantize_blockwise(model, rows, method, plan.targets, lambda name, result: None, **options)
 
@@ -70,7 +73,7 @@ def test_a_method_sees_the_inputs_of_the_float_model(tiny_model, family):
     rows = rows_of_lengths(12, 12, 12, 7, 5)
     method = Halve()
     sliced = copy.deepcopy(model)
-    slice_experts(sliced, plan_quantization(sliced, -1, None))
+    slice_experts(sliced, plan_quantization(sliced, OSAQConfig()))
     expected = true_inputs(sliced, rows)
     report = run(model, rows, method, batch_size=2)
     for layer in report.layers:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from ..base_config import LowBitConfig, quantization_config
+from ..base_config import GroupedConfig, quantization_config
+
+
+BITS = (2, 3, 4, 8)
 
 
 @quantization_config
-class OSAQConfig(LowBitConfig):
+class OSAQConfig(GroupedConfig):
     """Options of OSAQ, Outlier Self-Absorption: before rounding, each weight is moved along directions its inputs
     hardly use, so that its largest entries shrink and the grid gets finer (https://huggingface.co/papers/2605.04738).
 
@@ -17,6 +20,7 @@ class OSAQConfig(LowBitConfig):
     the paper's.
 
     Args:
+        bits (`int`, defaults to 3): bits per weight: 2, 3, 4 or 8.
         rounding (`str`, defaults to `"gptq"`): `"gptq"`, or `"rtn"` to round to the nearest.
         gamma (`float`, defaults to 0.02): share of the inputs' energy that the null directions may hold; 0 keeps only
             directions that were never used. Good range: 1e-3 to 3e-2.
@@ -39,9 +43,9 @@ class OSAQConfig(LowBitConfig):
         refine_sweeps (`int`, defaults to 0): sweeps of coordinate descent over the codes after rounding: the paper's
             2-bit variant (a reconstruction). 10 is plenty.
 
-    The options all low-bit methods share (`bits`, `group_size`, `modules_to_not_convert`, `dataset`, `tokenizer`,
+    The options that low-bit methods share (`group_size`, `modules_to_not_convert`, `dataset`, `tokenizer`,
     `num_samples`, `sequence_length`, `batch_size`, `checkpoint_dir`, `offload_dir`, `seed`) are those of
-    [`~hf_ext.quantizers.base_config.LowBitConfig`].
+    [`~hf_ext.quantizers.base_config.GroupedConfig`] and its bases. The last group of a row may be shorter.
 
     Example:
 
@@ -53,6 +57,7 @@ class OSAQConfig(LowBitConfig):
 
     quant_method: ClassVar[str] = "osaq"
 
+    bits: int = 3
     rounding: Literal["rtn", "gptq"] = "gptq"
     gamma: float = 0.02
     tau: float = 0.1
@@ -68,6 +73,8 @@ class OSAQConfig(LowBitConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.bits not in BITS:
+            raise ValueError(f"{self._name}: bits={self.bits!r}; allowed are {', '.join(map(str, BITS))}.")
         self._check_choice("rounding", ("rtn", "gptq"))
         self._check_choice("scope", ("row", "group"))
         self._check_range("gamma", 0, 1)
@@ -79,3 +86,6 @@ class OSAQConfig(LowBitConfig):
         self._check_range("refine_sweeps", 0, None)
         if self.drift_tol is not None:
             self._check_range("drift_tol", 0, None)
+
+    def weight_label(self) -> str:
+        return f"{self.bits}-bit"

@@ -32,6 +32,8 @@ class OSAQMethod:
 
     def __init__(self, config: OSAQConfig, *, packs: bool):
         self.name = "OSAQ" if packs else "OSAQ absorption"
+        self.needs_inputs = True
+        self.packed_types = (PackedWeight,)
         self.config = config
         self.packs = packs
         # GPTQ lets later layers make up for earlier errors, which they must see for that. Absorption alone keeps the
