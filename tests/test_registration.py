@@ -102,7 +102,8 @@ config.OSAQConfig()
 def test_a_taken_name_warns_once_at_import_and_raises_at_use(run_python, taken):
     code = f"""{TAKEN}
 {taken}
-before = dict(auto.AUTO_QUANTIZATION_CONFIG_MAPPING), dict(auto.AUTO_QUANTIZER_MAPPING)
+tables = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
+before = [table.get("osaq") for table in tables]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import hf_ext
@@ -114,8 +115,7 @@ except RuntimeError as error:
     assert "'osaq'" in str(error) and "otherlib.quant" in str(error), error
 else:
     raise AssertionError("a config was built under a name that another package would load")
-after = dict(auto.AUTO_QUANTIZATION_CONFIG_MAPPING), dict(auto.AUTO_QUANTIZER_MAPPING)
-assert after == before
+assert [table.get("osaq") for table in tables] == before
 """
     run_python(code)
 
@@ -151,7 +151,8 @@ from hf_ext._register import ensure_registered
 try:
     ensure_registered("osak")
 except ValueError as error:
-    assert "quant_method='osak' has no line in hf_ext._public.QUANTIZERS. Available: osaq." in str(error), error
+    assert "quant_method='osak' has no line in" in str(error), error
+    assert "Available: catq, littlebit2, osaq." in str(error), error
 else:
     raise AssertionError("a method outside the table was accepted")
 """

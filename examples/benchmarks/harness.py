@@ -78,13 +78,20 @@ def run(experiments: dict[str, Experiment], on_request: dict[str, Experiment]) -
     parser.add_argument("--json", type=Path, help="where the result file goes")
     arguments = parser.parse_args()
     measures = []
+    others = kept(arguments.json) if arguments.only and arguments.json else []
     chosen = {arguments.only: (experiments | on_request)[arguments.only]} if arguments.only else experiments
     for experiment in chosen.values():
         for measure in experiment(arguments.quick):
             measures.append(measure.to_dict())
             print(line(measures[-1]), flush=True)
             if arguments.json:
-                write(arguments.json, measures, arguments.quick)
+                new = {found["name"] for found in measures}
+                write(arguments.json, [old for old in others if old["name"] not in new] + measures, arguments.quick)
+
+
+def kept(path: Path) -> list[dict]:
+    """The measures of a result file: a run of one group replaces its own and leaves the others."""
+    return json.loads(path.read_text(encoding="utf-8"))["measures"] if path.exists() else []
 
 
 def line(measure: dict) -> str:

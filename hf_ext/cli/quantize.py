@@ -49,7 +49,7 @@ def quantize(
     check_dtype(dtype)
     options = {
         "preset": preset,
-        "bits": int(bits) if bits == int(bits or 0) else bits,
+        "bits": int(bits) if bits and bits.is_integer() else bits,
         "group_size": group_size,
         "rounding": rounding,
         "num_samples": num_samples,

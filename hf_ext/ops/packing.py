@@ -1,4 +1,4 @@
-"""Codes of 2, 3, 4 or 8 bits packed in bytes, without a wasted bit."""
+"""Codes of 1, 2, 3, 4 or 8 bits packed in bytes, without a wasted bit."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 
-BITS = (2, 3, 4, 8)
+BITS = (1, 2, 3, 4, 8)
 
 # Columns are padded to whole units of every width, so that a column of codes is as long whatever the bits.
 COLUMN_MULTIPLE = 8
@@ -28,7 +28,7 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
     Args:
         codes (`torch.Tensor` of shape `(out_features, in_features)`): uint8, each in `[0, 2**bits - 1]`.
-        bits (`int`): 2, 3, 4 or 8.
+        bits (`int`): 1, 2, 3, 4 or 8.
 
     Returns:
         `torch.Tensor` of shape `(packed_rows(in_features, bits), out_features)`: uint8.
@@ -95,4 +95,4 @@ def unpack_units(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
 
 def _check_bits(bits: int) -> None:
     if bits not in BITS:
-        raise ValueError(f"bits is {bits!r}; codes pack at 2, 3, 4 or 8 bits.")
+        raise ValueError(f"bits is {bits!r}; codes pack at 1, 2, 3, 4 or 8 bits.")

@@ -68,10 +68,10 @@ class QuantizationReport:
     def summary(self) -> str:
         done = [layer for layer in self.layers if layer.status != "skipped"]
         status = done[0].status if done else "changed"
-        return (
-            f"{self.method}: {len(done)} linears {status}, {self.count('skipped')} skipped, "
-            f"{self.calibration_tokens} calibration tokens, {self.seconds:.0f} s"
-        )
+        parts = [f"{len(done)} linears {status}", f"{self.count('skipped')} skipped"]
+        if self.calibration_tokens:
+            parts.append(f"{self.calibration_tokens} calibration tokens")
+        return f"{self.method}: {', '.join(parts)}, {self.seconds:.0f} s"
 
     def __str__(self) -> str:
         names = self.metric_names()

@@ -14,11 +14,17 @@ from tests.architecture.source_tree import ROOMS, ROOT
 
 
 EXPECTED = [
+    "CatQConfig",
+    "LittleBit2Config",
+    "LittleBit2Trainer",
     "LowBitLinear",
     "OSAQConfig",
     "QuantizationReport",
     "absorb_outliers",
     "demo_model",
+    "export_gguf",
+    "export_gptq",
+    "pack",
     "perplexity",
     "quantize",
 ]

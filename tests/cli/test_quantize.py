@@ -111,12 +111,43 @@ def test_overwrite_replaces_a_model_and_nothing_else(run, quantize_arguments, ou
         (["--calibration", "absent.txt"], "no such file: 'absent.txt'"),
         (["--dtype", "int8"], "--dtype"),
         (["--output", "."], "--output"),
+        (["--method", "catq", "--preset", "quick"], "Available: fast, paper"),
+        (["--method", "catq", "--bits", 2], "CatQConfig has no option 'bits'"),
+        (["--method", "littlebit2"], "has no option"),
     ],
 )
 def test_wrong_options_are_usage_errors(run, quantize_arguments, out, options, message):
     result = run(*quantize_arguments, *options)
     assert result.exit_code == 2
     assert message in result.stderr and "Traceback" not in result.stderr
+    assert not out.exists()
+
+
+SHORT = ["--preset", "fast", "--group-size", 16, "--option", "epochs=1", "--sequence-length", 32]
+
+
+@pytest.mark.parametrize(
+    ("method", "label"),
+    [
+        (["catq", *SHORT, "--calibration"], "ternary"),
+        (["littlebit2", "--bits", 1], "1-bit"),
+        (["littlebit2", "--bits", 0.9], "0.9-bit"),
+    ],
+)
+def test_every_method_has_its_options_here(run, model_folder, text_file, out, method, label):
+    arguments = ["quantize", model_folder, "--output", out, "--method", *method]
+    result = run(*arguments, *([text_file] if arguments[-1] == "--calibration" else []), "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["layers"] == {"quantized": 14, "skipped": 1}
+    assert ModelCard.load(out / "README.md").data.tags == ["hf_ext", method[0], label]
+    assert torch.isfinite(AutoModelForCausalLM.from_pretrained(out)(torch.arange(4, 24)[None]).logits).all()
+
+
+def test_data_is_asked_for_where_it_is_needed_and_refused_where_it_is_not(run, model_folder, text_file, out):
+    result = run("quantize", model_folder, "--output", out, "--method", "catq")
+    assert result.exit_code == 2 and "give --calibration" in result.stderr
+    result = run("quantize", model_folder, "--output", out, "--method", "littlebit2", "--calibration", text_file)
+    assert result.exit_code == 2 and "reads no data" in result.stderr
     assert not out.exists()
 
 

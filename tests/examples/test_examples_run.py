@@ -23,7 +23,10 @@ def test_example_runs_at_toy_size(path):
     assert "perplexity" in done.stdout
 
 
-@pytest.mark.parametrize("readme", ["README.md", "hf_ext/quantizers/osaq/README.md"])
+READMES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "hf_ext").rglob("README.md")))]
+
+
+@pytest.mark.parametrize("readme", READMES)
 def test_readme_code_runs(readme, tmp_path, monkeypatch, tiny_tokenizer):
     """As written, but that the demo model is a tiny one and the text is of its words."""
     tiny.llama().save_pretrained(tmp_path / "tiny")
@@ -36,5 +39,6 @@ def test_readme_code_runs(readme, tmp_path, monkeypatch, tiny_tokenizer):
     names: dict = {}
     for block in blocks:
         block = block.replace('"some", "calibration", "text"', text).replace('"real text, please"', text)
+        block = block.replace('"some", "training text"', text)
         exec(compile(block.replace("group_size=64", "group_size=16"), readme, "exec"), names)
     assert names["model"](tiny_tokenizer("w1 w2", return_tensors="pt")["input_ids"]).logits.isfinite().all()

@@ -5,7 +5,7 @@ from hf_ext.ops.packing import pack_codes, packed_rows, unpack_codes
 from tests.numerics import assert_matches
 
 
-BITS = (2, 3, 4, 8)
+BITS = (1, 2, 3, 4, 8)
 
 
 def random_codes(rows: int, columns: int, bits: int) -> torch.Tensor:
@@ -29,6 +29,7 @@ def test_unpacking_gives_the_codes_back(bits, columns):
 @pytest.mark.parametrize(
     ("bits", "codes", "expected"),
     [
+        (1, [1, 0, 0, 1, 0, 0, 0, 0, 1], [0b00001001, 1]),
         (2, [0, 1, 2, 1], [0b01100100, 0]),
         (3, [1, 2, 3, 4, 5, 6, 7, 0], [0b11010001, 0b01011000, 0b00011111]),
         (4, [1, 2, 15], [0x21, 0x0F, 0, 0]),

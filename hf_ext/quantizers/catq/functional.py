@@ -60,16 +60,18 @@ def modulate(
     """
     grouped = weight.unflatten(1, (-1, group_size))
     mu_0 = grouped.mean(-1, keepdim=True)
-    alpha_0 = (grouped if scale_from_raw else grouped - mu_0).abs().mean(-1, keepdim=True) + SCALE_EPSILON
-    mu = mu_0 + (2 * torch.sigmoid(mean_factor) - 1) * alpha_0
+    centred = grouped - mu_0
+    alpha_0 = (grouped if scale_from_raw else centred).abs().mean(-1, keepdim=True) + SCALE_EPSILON
+    shift = (2 * torch.sigmoid(mean_factor) - 1) * alpha_0
     alpha = 2 * torch.sigmoid(scale_factor) * alpha_0
     delta = 2 * torch.sigmoid(threshold_factor) * initial_threshold
-    return TernaryGrid((grouped - mu) / alpha, mu, alpha, delta)
+    return TernaryGrid((centred - shift) / alpha, mu_0 + shift, alpha, delta)
 
 
 def ternarize(normalized: Tensor, threshold: Tensor) -> Tensor:
     """`1` above `threshold`, `-1` below `-threshold`, `0` between and on them (equation 2)."""
-    return (normalized > threshold).to(normalized.dtype) - (normalized < -threshold).to(normalized.dtype)
+    # Halves are rounded to even: a weight on the threshold becomes 0.
+    return (normalized * (0.5 / threshold)).round().clamp(-1, 1)
 
 
 def soften(normalized: Tensor, threshold: Tensor, sharpness: float) -> Tensor:
@@ -127,10 +129,9 @@ class _TernaryWeight(torch.autograd.Function):
         output = torch.empty_like(weight)
         for rows, *factors in _pieces(weight, mean_factor, scale_factor, threshold_factor):
             grid = modulate(weight[rows], *factors, **options)
-            values = (
-                ternarize(grid.normalized, grid.threshold) if s is None else soften(grid.normalized, grid.threshold, s)
-            )
-            output[rows] = values.mul_(grid.scale).flatten(1)
+            x, delta = grid.normalized, grid.threshold
+            values = ternarize(x, delta) if s is None else soften(x, delta, s)
+            torch.mul(values, grid.scale, out=output[rows].unflatten(1, (-1, options["group_size"])))
         return output
 
     @staticmethod
@@ -138,8 +139,7 @@ class _TernaryWeight(torch.autograd.Function):
         weight, *factors = ctx.saved_tensors
         grads = [torch.empty_like(tensor) for tensor in (weight, *factors)]
         for rows, *of_rows in _pieces(weight, *factors):
-            for whole, piece in zip(grads, _gradients(ctx, grad[rows], weight[rows], *of_rows), strict=True):
-                whole[rows] = piece
+            _gradients(ctx, grad[rows], weight[rows], *of_rows, [whole[rows] for whole in grads])
         return *grads, None, None, None
 
 
@@ -150,34 +150,27 @@ def _pieces(weight: Tensor, *factors: Tensor):
         yield rows, *(factor[rows] for factor in factors)
 
 
-def _gradients(ctx, grad, weight, mean_factor, scale_factor, threshold_factor) -> tuple[Tensor, ...]:
-    """Of `sum(grad * alpha * f(x))` by the weight and the factors, with x = (w - mu) / alpha."""
+def _gradients(ctx, grad, weight, mean_factor, scale_factor, threshold_factor, out: list[Tensor]) -> None:
+    """Write the gradients of `sum(grad * alpha * f(x))`, x = (w - mu) / alpha, by the weight and the factors."""
     options, width = ctx.options, ctx.options["group_size"]
+    grad, grouped, by_weight = (tensor.unflatten(1, (-1, width)) for tensor in (grad, weight, out[0]))
     grid = modulate(weight, mean_factor, scale_factor, threshold_factor, **options)
-    x, alpha, delta = grid.normalized, grid.scale, grid.threshold
-    grad = grad.unflatten(1, (-1, width))
-    values, by_x, by_delta = _values_and_slopes(x, delta, ctx.sharpness, ctx.gradient_sharpness)
-    by_x.mul_(grad)
+    x, alpha = grid.normalized, grid.scale
+    values, by_x, by_delta = _values_and_slopes(x, grid.threshold, ctx.sharpness, ctx.gradient_sharpness)
+    torch.mul(by_x, grad, out=by_weight)
     d_mu, d_alpha, d_delta = (2 * torch.sigmoid(factor) for factor in (mean_factor, scale_factor, threshold_factor))
     d_mu -= 1
     alpha_0 = alpha / d_alpha
-    through_mu = -by_x.sum(-1, keepdim=True)
-    through_alpha = (values.mul_(grad).sum(-1, keepdim=True)).sub_(x.mul(by_x).sum(-1, keepdim=True))
+    through_mu = -by_weight.sum(-1, keepdim=True)
+    through_alpha = values.sub_(x.mul_(by_x)).mul_(grad).sum(-1, keepdim=True)
     through_delta = by_delta.mul_(grad).sum(-1, keepdim=True) * alpha
-    through_alpha_0 = through_mu * d_mu + through_alpha * d_alpha
-    grouped = weight.unflatten(1, (-1, width))
-    if options.get("scale_from_raw", False):
-        signs = grouped.sign()
-    else:
-        signs = (grouped - grouped.mean(-1, keepdim=True)).sign_()
+    signs = torch.sign(grouped if options.get("scale_from_raw", False) else grouped - grid.mean + d_mu * alpha_0)
+    if not options.get("scale_from_raw", False):
         signs -= signs.mean(-1, keepdim=True)
-    by_weight = by_x.add_(through_mu / width).add_(signs.mul_(through_alpha_0 / width))
-    return (
-        by_weight.flatten(1),
-        through_mu * alpha_0 * (1 - d_mu**2) / 2,
-        through_alpha * alpha_0 * d_alpha * (1 - d_alpha / 2),
-        through_delta * options.get("initial_threshold", 0.5) * d_delta * (1 - d_delta / 2),
-    )
+    by_weight.addcmul_(signs, (through_mu * d_mu + through_alpha * d_alpha) / width).add_(through_mu / width)
+    torch.mul(through_mu * alpha_0, (1 - d_mu**2) / 2, out=out[1])
+    torch.mul(through_alpha * alpha_0, d_alpha * (1 - d_alpha / 2), out=out[2])
+    torch.mul(through_delta * options.get("initial_threshold", 0.5), d_delta * (1 - d_delta / 2), out=out[3])
 
 
 def _values_and_slopes(
@@ -190,8 +183,9 @@ def _values_and_slopes(
     below, above = _tanhs(x, delta, steepness)
     values = ternarize(x, delta) if s is None else below.add(above).div_(2 * math.tanh(steepness))
     slope = steepness / (2 * math.tanh(steepness))
-    below, above = below.square_(), above.square_()
-    return values, (2 - below).sub_(above).mul_(slope), below.sub_(above).mul_(slope)
+    below, above = below.square_().mul_(slope), above.square_().mul_(slope)
+    by_delta = below - above
+    return values, below.add_(above).neg_().add_(2 * slope), by_delta
 
 
 def sharpness(epoch: int, epochs: int, final_sharpness: float, soft_ratio: float) -> float | None:

@@ -63,10 +63,12 @@ class TernaryStandIn(nn.Module):
         if self.bypassed:
             return self.linear(hidden_states)
         hidden_states = fake_quantize_activations(hidden_states, self.config.activation_bits)
-        return F.linear(hidden_states, self.ternary_weight().to(hidden_states.dtype), self.linear.bias)
+        with torch.autocast(hidden_states.device.type, enabled=False):  # codes depend on the last bits of the weight
+            weight = self.ternary_weight()
+        return F.linear(hidden_states, weight.to(hidden_states.dtype), self.linear.bias)
 
     def ternary_weight(self) -> Tensor:
-        """The weight `[out, in]` of the current stage; in the hard stage the gradient is that of `hard_stage`."""
+        """The fp32 weight `[out, in]` of the current stage; in the hard stage with the gradient of `hard_stage`."""
         surrogate = self.config.final_sharpness if self.config.hard_stage == "surrogate" else None
         return ternary_weight(
             self.merged_weight(),
