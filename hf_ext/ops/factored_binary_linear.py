@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hf_ext.ops import low_bit_linear
 from hf_ext.ops.cpu_kernels import CpuWeight, prepare_cpu
-from hf_ext.ops.low_bit_linear import INT4_MAX_ROWS, Choice
+from hf_ext.ops.low_bit_linear import INT4_MAX_ROWS, Choice, forced_backend
 from hf_ext.ops.packed_weight import PackedWeight
 from hf_ext.ops.packing import pack_codes, packed_rows, unit_of, unpack_units
 
@@ -194,7 +193,7 @@ def choose_factored_backend(
         ValueError: a backend is forced and cannot serve the call.
     """
     serves = runtime is not None and dtype is torch.bfloat16 and device_type == "cpu"
-    forced = low_bit_linear._forced_backend
+    forced = forced_backend()
     if forced is not None:
         if forced not in _BACKENDS or (forced == "int4" and not serves):
             raise ValueError(

@@ -75,7 +75,8 @@ _forced_backend: str | None = None
 
 @contextmanager
 def force_backend(name: str) -> Iterator[None]:
-    """Take this backend in every [`low_bit_linear`] call inside the `with` block, in all threads.
+    """Take this backend in every [`low_bit_linear`] and `factored_binary_linear` call inside the `with` block, in all
+    threads.
 
     Args:
         name (`str`): "int4", "int8", "dequantize" or "reference".
@@ -91,6 +92,11 @@ def force_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced_backend = previous
+
+
+def forced_backend() -> str | None:
+    """The backend of the [`force_backend`] block that is open, if one is."""
+    return _forced_backend
 
 
 def choose_backend(
