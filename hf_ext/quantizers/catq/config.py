@@ -19,16 +19,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "stride": 2,
         "fill": 4,
         "lora_rank": 64,
+        "lora_alpha": 1.0,
     },
+    # A few hundred steps with the released scale of the LoRA would hardly move the weights.
     "fast": {
-        "num_samples": 64,
+        "num_samples": 40,
         "sequence_length": 512,
-        "batch_size": 4,
-        "epochs": 10,
+        "batch_size": 2,
+        "epochs": 6,
         "num_layers": 2,
         "stride": 1,
         "fill": 1,
         "lora_rank": 64,
+        "lora_alpha": 512.0,
     },
 }
 
@@ -55,7 +58,7 @@ class CatQConfig(GroupedConfig):
         fill (`int`, *by preset*): blocks to which the first windows grow, and from which the last ones shrink.
         lora_rank (`int`, *by preset*): rank of the LoRA that is trained and merged before the weights are made
             ternary, as the released recipe does; 0 for none. Good range: 8 (experts) to 256.
-        lora_alpha (`float`, defaults to 1.0): the LoRA is scaled by `lora_alpha / lora_rank`.
+        lora_alpha (`float`, *by preset*): the LoRA is scaled by `lora_alpha / lora_rank`; 1 in the released recipe.
         factor_lr (`float`, defaults to 0.015): learning rate of the three factors of a group.
         lora_lr (`float`, defaults to 0.003): learning rate of the LoRA.
         max_grad_norm (`float`, defaults to 1.0): where gradients are clipped.
@@ -103,7 +106,7 @@ class CatQConfig(GroupedConfig):
     stride: int = None
     fill: int = None
     lora_rank: int = None
-    lora_alpha: float = 1.0
+    lora_alpha: float = None
     factor_lr: float = 0.015
     lora_lr: float = 0.003
     max_grad_norm: float = 1.0

@@ -28,7 +28,7 @@ from .ternary import absmean, twn
 GROUP_SIZE = 64
 LIMIT_SECONDS = 1500.0
 # The parts are compared at a budget that five runs can share.
-SHORT = {"num_samples": 32, "epochs": 5, "num_layers": 1}
+SHORT = {"num_samples": 16, "epochs": 5, "num_layers": 1}
 PARTS = {
     "catq_no_lm": {"factor_lr": 0.0},
     "catq_no_st": {"soft_ratio": 0.0},
