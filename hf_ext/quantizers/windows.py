@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,8 +77,8 @@ class WindowMethod(Protocol):
     def windows(self, blocks: int) -> list[range]:
         """The windows in order; starts never go back, and together they cover `range(blocks)`."""
 
-    def wrap(self, linear: nn.Module) -> nn.Module:
-        """Return the trainable stand-in of `linear`."""
+    def wrap(self, name: str, linear: nn.Module) -> nn.Module:
+        """Return the trainable stand-in of `linear`, whose full name is `name`."""
 
     def bypass(self, linears: dict[str, nn.Module], bypassed: bool) -> None:
         """Let stand-ins compute what the float linears did, or what the quantized ones will."""
@@ -116,7 +116,7 @@ def quantize_windows(
     report = QuantizationReport(method.name, calibration_tokens=sum(map(len, rows)))
     blocks_name, blocks = decoder_blocks(model)
     schedule = method.windows(len(blocks))
-    with torch.no_grad(), evaluating(model), ExitStack() as stack:
+    with torch.no_grad(), evaluating(model), _frozen(model), ExitStack() as stack:
         stores = [stack.enter_context(ActivationStore(offload_dir)) for _ in range(3)]
         calibration = list(batches(rows, batch_size))
         walk = _Walk(
@@ -219,7 +219,8 @@ class _Walk:
 
     def _wrap(self, index: int) -> None:
         if index not in self.stand_ins:
-            self.stand_ins[index] = {name: self.method.wrap(linear) for name, linear in self._linears(index).items()}
+            linears = self._linears(index)
+            self.stand_ins[index] = {name: self.method.wrap(name, linear) for name, linear in linears.items()}
             for name, linear in self.stand_ins[index].items():
                 replace_module(self.model, name, linear)
 
@@ -230,6 +231,19 @@ class _Walk:
             shape = linear_shape(linears[name])
             self.report.layers.append(LayerReport(name, "quantized", shape, result.note, result.metrics))
         self.quantized_stream.advance(rerun=True)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Keep the model's own parameters out of the gradients: only what a method adds is trained."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 
 def shuffled(count: int, generator: torch.Generator) -> Iterator[int]:

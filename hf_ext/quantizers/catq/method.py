@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -124,13 +125,14 @@ class CatQMethod:
 
     def __init__(self, config: CatQConfig):
         self.config = config
-        self._generator = torch.Generator().manual_seed(config.seed)
 
     def windows(self, blocks: int) -> list[range]:
         return windows(blocks, self.config.num_layers, self.config.stride, self.config.fill)
 
-    def wrap(self, linear: nn.Module) -> TernaryStandIn:
-        return TernaryStandIn(linear, self.config, self._generator)
+    def wrap(self, name: str, linear: nn.Module) -> TernaryStandIn:
+        # One generator for each linear, so that a resumed run draws what the whole run would have drawn.
+        generator = torch.Generator().manual_seed(self.config.seed + zlib.crc32(name.encode()))
+        return TernaryStandIn(linear, self.config, generator)
 
     def bypass(self, linears: dict[str, nn.Module], bypassed: bool) -> None:
         for linear in linears.values():

@@ -141,17 +141,18 @@ def test_8_bit_activations_are_rounded_a_token_at_a_time_after_a_reload_too(tiny
     assert_matches(layer(torch.stack([token, 1e3 * token]))[0], layer(token), "fp32")  # tokens do not meet
 
 
-def test_a_resumed_run_gives_the_same_bytes(tiny_llama, tmp_path):
+def test_a_resumed_run_gives_the_same_bytes(tmp_path):
     """Stopped after every window in turn: each rest of the run ends where the whole one does."""
+    model = tiny.llama(num_hidden_layers=4)
     options = {"num_layers": 2, "fill": 2, "epochs": 2}
-    whole = copy.deepcopy(tiny_llama)
+    whole = copy.deepcopy(model)
     report = hf_ext.quantize(whole, config(checkpoint_dir=str(tmp_path / "whole"), **options))
     files = sorted(path.name for path in (tmp_path / "whole").iterdir())
     assert sum(name.startswith("window") for name in files) == len(report.curves) > 2
     for kept in range(len(report.curves)):
         folder = tmp_path / f"kept{kept}"
-        stop_after(copy.deepcopy(tiny_llama), kept, config(checkpoint_dir=str(folder), **options))
-        rest = copy.deepcopy(tiny_llama)
+        stop_after(copy.deepcopy(model), kept, config(checkpoint_dir=str(folder), **options))
+        rest = copy.deepcopy(model)
         resumed = hf_ext.quantize(rest, config(checkpoint_dir=str(folder), **options))
         assert resumed.curves == report.curves
         for name, tensor in whole.state_dict().items():
@@ -173,10 +174,21 @@ def stop_after(model, windows, options):
         hf_ext.quantize(model, options)
 
 
-def test_a_run_does_not_touch_the_global_generator_nor_the_float_weights_before_it_ends(tiny_llama):
+def test_a_run_leaves_nothing_behind(tiny_llama):
+    """The global generator, gradients, what is trainable, the mode, hooks, and stand-ins."""
+    tiny_llama.train()
+    tiny_llama.model.norm.requires_grad_(False)
+    before = {name: (p.clone(), p.requires_grad) for name, p in tiny_llama.named_parameters() if "_proj" not in name}
     state = torch.get_rng_state()
     hf_ext.quantize(tiny_llama, config())
     assert torch.equal(torch.get_rng_state(), state)
+    after = dict(tiny_llama.named_parameters())
+    assert after.keys() == before.keys() and tiny_llama.training
+    for name, (value, trainable) in before.items():
+        assert after[name].requires_grad == trainable and after[name].grad is None
+        assert_matches(after[name], value, "exact")
+    modules = list(tiny_llama.modules())
+    assert not any(isinstance(module, TernaryStandIn) or module._forward_pre_hooks for module in modules)
 
 
 def test_targets_come_from_the_float_weights_even_where_windows_overlap(tiny_llama, monkeypatch):
@@ -316,6 +328,7 @@ def test_presets_fill_what_is_not_given():
     paper, fast = CatQConfig(), CatQConfig(preset="fast", epochs=3)
     assert (paper.num_samples, paper.sequence_length, paper.epochs, paper.num_layers) == (512, 2048, 60, 4)
     assert fast.epochs == 3 and fast.num_samples < 512
+    assert (paper.lora_rank, paper.lora_alpha, paper.stride, paper.fill) == (64, 1.0, 2, 4)
     again = CatQConfig(**{**fast.to_dict(), "preset": "paper"})
     assert again.epochs == 3 and again.stride == fast.stride  # what was stored wins over the preset
 
