@@ -115,7 +115,9 @@ def quantize_windows(
     started = time.monotonic()
     report = QuantizationReport(method.name, calibration_tokens=sum(map(len, rows)))
     blocks_name, blocks = decoder_blocks(model)
-    schedule = method.windows(len(blocks))
+    # Blocks behind the last one that changes need not be walked.
+    count = 1 + max(int(name.removeprefix(f"{blocks_name}.").partition(".")[0]) for name in targets)
+    schedule = method.windows(count)
     with torch.no_grad(), evaluating(model), _frozen(model), ExitStack() as stack:
         stores = [stack.enter_context(ActivationStore(offload_dir)) for _ in range(3)]
         calibration = list(batches(rows, batch_size))
@@ -128,7 +130,7 @@ def quantize_windows(
         progress = stack.enter_context(tqdm(total=steps * len(schedule), desc=method.name, unit="step", delay=1.0))
         resumed = checkpoint.finished_windows() if checkpoint else 0
         for number, blocks_of_window in enumerate(schedule):
-            following = schedule[number + 1].start if number + 1 < len(schedule) else len(blocks)
+            following = schedule[number + 1].start if number + 1 < len(schedule) else count
             progress.set_description(f"{method.name} window {number + 1}/{len(schedule)}", refresh=False)
             if number < resumed:
                 walk.resume(checkpoint, number, following, last=number + 1 == resumed)

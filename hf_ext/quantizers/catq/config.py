@@ -23,10 +23,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # A few hundred steps with the released scale of the LoRA would hardly move the weights.
     "fast": {
-        "num_samples": 40,
+        "num_samples": 32,
         "sequence_length": 512,
         "batch_size": 2,
-        "epochs": 6,
+        "epochs": 5,
         "num_layers": 2,
         "stride": 1,
         "fill": 1,
