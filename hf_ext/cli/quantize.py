@@ -59,9 +59,7 @@ def quantize(
         "checkpoint_dir": None if checkpoint_dir is None else str(checkpoint_dir),
     }
     options = {key: value for key, value in options.items() if value is not None} | parse_options(option or [])
-    needs_data = hasattr(
-        build_config(method, options), "dataset"
-    )  # tells of a wrong option before the model is sought
+    needs_data = build_config(method, options).needs_data  # and a wrong option is told before the model is sought
     check_calibration(calibration, method, needs_data)
     source = find_model(model)
     if Path(source).exists() and Path(source).resolve() == output.resolve():

@@ -73,7 +73,7 @@ class LowBitQuantizer(HfQuantizer):
             check_files(checkpoint_files or [], model, config)
         else:
             plan_quantization(model, config)
-            if self.build_method().needs_inputs:
+            if config.needs_data:
                 with torch.device("cpu"):  # the skeleton is being built under the meta device
                     self._rows = load_calibration(config, model)
 

@@ -92,6 +92,11 @@ class LowBitConfig(QuantizationConfigMixin):
                 f"write a list: [{self.modules_to_not_convert!r}]."
             )
 
+    @property
+    def needs_data(self) -> bool:
+        """Whether a run with these options reads a calibration set."""
+        return False
+
     def weight_label(self) -> str:
         """What the weights become, in two words for people: "3-bit", "ternary"."""
         raise NotImplementedError(f"{self._name} must say what its weights are: override weight_label")
@@ -187,6 +192,10 @@ class CalibratedConfig(LowBitConfig):
         super().__post_init__()
         for name, least in (("num_samples", 1), ("sequence_length", 2), ("batch_size", 1)):
             self._check_range(name, least, None)
+
+    @property
+    def needs_data(self) -> bool:
+        return True
 
 
 @quantization_config

@@ -156,8 +156,15 @@ def warn_of_notes(report: QuantizationReport) -> None:
 
 def _check_runs(batch: Batch, names: list[str]) -> None:
     """Raise `ValueError` now, and not when the model is used, if a block reads the weights of its linears itself."""
-    try:
+    with explaining_weight_readers(names):
         batch.run()
+
+
+@contextmanager
+def explaining_weight_readers(names: list[str]) -> Iterator[None]:
+    """Turn what a block raises that reads the weight of a replaced linear, one of `names`, into a `ValueError`."""
+    try:
+        yield
     except AttributeError as error:
         raise ValueError(
             f"A block of this model does not run with its linears replaced ({error}): it reads a weight directly. "

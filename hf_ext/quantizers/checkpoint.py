@@ -82,7 +82,7 @@ class RunCheckpoint:
             return state, json.loads(file.metadata()["curve"])
 
     def save_window(self, number: int, state: WindowState, curve: list[float]) -> None:
-        """Keep the training state behind window `number`; the state before it is no longer needed."""
+        """Keep the training state behind window `number`."""
         tensors = {
             f"{index}/{name}/{part}": tensor.contiguous()
             for index, linears in state.items()
@@ -90,9 +90,6 @@ class RunCheckpoint:
             for part, tensor in parts.items()
         }
         _save(self._window_path(number), tensors, {"curve": json.dumps(curve)})
-        if number:
-            _, earlier_curve = self.load_window(number - 1)
-            _save(self._window_path(number - 1), {}, {"curve": json.dumps(earlier_curve)})
 
     def _path(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.safetensors"

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 
 from ..core.modules import decoder_blocks, linear_shape, named_linears, replace_module
 from .activations import ActivationStore, BlockInputs
-from .blockwise import LayerResult, evaluating, warn_of_notes
+from .blockwise import LayerResult, evaluating, explaining_weight_readers, warn_of_notes
 from .calibration import batches
 from .report import LayerReport, QuantizationReport
 
@@ -171,7 +171,8 @@ class _Walk:
         linears = {name: linear for index in window for name, linear in self.stand_ins[index].items()}
         self.method.bypass(linears, True)
         for batch in range(len(self.float_stream)):
-            target = self.float_stream.run(batch, window.stop)
+            with explaining_weight_readers(list(linears)):
+                target = self.float_stream.run(batch, window.stop)
             if not torch.isfinite(target).all():
                 raise ValueError(
                     f"blocks {window.start} to {window.stop - 1} give NaN or infinite activations on calibration "

@@ -143,6 +143,13 @@ def test_every_method_has_its_options_here(run, model_folder, text_file, out, me
     assert torch.isfinite(AutoModelForCausalLM.from_pretrained(out)(torch.arange(4, 24)[None]).logits).all()
 
 
+def test_released_parameters_take_no_data(run, model_folder, tmp_path, out):
+    arguments = ["--method", "catq", "--group-size", 16, "--option", f"parameters={tmp_path / 'absent.pth'}"]
+    result = run("quantize", model_folder, "--output", out, *arguments)
+    assert result.exit_code == 1 and "no such file" in result.stderr
+    assert not out.exists()
+
+
 def test_data_is_asked_for_where_it_is_needed_and_refused_where_it_is_not(run, model_folder, text_file, out):
     result = run("quantize", model_folder, "--output", out, "--method", "catq")
     assert result.exit_code == 2 and "give --calibration" in result.stderr

@@ -152,6 +152,10 @@ class CatQConfig(GroupedConfig):
         ):
             self._check_range(name, least, most)
 
+    @property
+    def needs_data(self) -> bool:
+        return self.parameters is None
+
     def weight_label(self) -> str:
         return "ternary"
 

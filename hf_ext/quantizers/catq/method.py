@@ -54,6 +54,7 @@ class TernaryStandIn(nn.Module):
         with torch.no_grad():  # kaiming_uniform_ with a = sqrt(5), from a generator of its own
             self.lora_A.mul_(2).sub_(1).div_(math.sqrt(self.in_features))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, device=device))
+        self.register_buffer("reached", torch.zeros((), dtype=torch.bool))  # by a token
 
     @property
     def linear(self) -> nn.Module:
@@ -63,6 +64,8 @@ class TernaryStandIn(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self.bypassed:
             return self.linear(hidden_states)
+        if hidden_states.numel() and torch.is_grad_enabled():
+            self.reached.fill_(True)
         hidden_states = fake_quantize_activations(hidden_states, self.config.activation_bits)
         with torch.autocast(hidden_states.device.type, enabled=False):  # codes depend on the last bits of the weight
             weight = self.ternary_weight()
@@ -142,7 +145,10 @@ class CatQMethod:
         return self.config.epochs * batches
 
     def solve(self, stand_in: TernaryStandIn) -> LayerResult:
-        return ternary_result(stand_in)
+        result = ternary_result(stand_in)
+        if self.config.epochs and not stand_in.reached:
+            result.note = "no calibration token reached it: made ternary without training"
+        return result
 
     def fit(self, window: Window) -> None:
         """Soft epochs, hard epochs, and the better of the two ends."""

@@ -347,6 +347,27 @@ def test_experts_have_factors_and_a_lora_of_their_own(tiny_model):
     assert isinstance(quantized.get_submodule(experts[0].name), LowBitLinear)
 
 
+def test_experts_without_tokens_are_named(tiny_model):
+    model = tiny_model("mixtral")
+    with pytest.warns(UserWarning, match="no calibration token reached it: made ternary without training"):
+        report = hf_ext.quantize(model, config(dataset=TOKENS[:1, :2], batch_size=1, epochs=1))
+    unseen = [layer.name for layer in report.layers if "no calibration token" in layer.note]
+    assert unseen and all(".experts." in name for name in unseen)
+    assert torch.isfinite(logits(model)).all()
+
+
+def test_blocks_behind_the_last_target_are_not_walked(tiny_llama):
+    report = hf_ext.quantize(tiny_llama, config(modules_to_not_convert=["model.layers.1"]))
+    assert len(report.curves) == 1 and report.count("quantized") == 7
+
+
+def test_a_block_that_reads_a_weight_is_named_before_training(tiny_llama, monkeypatch):
+    block = type(tiny_llama.model.layers[0].mlp)
+    monkeypatch.setattr(block, "forward", lambda self, x: self.down_proj(x @ self.up_proj.weight.T))
+    with pytest.raises(ValueError, match=r"reads a weight directly.*up_proj"):
+        hf_ext.quantize(tiny_llama, config())
+
+
 def test_the_report_plots_the_losses(tiny_llama):
     pytest.importorskip("matplotlib")
     _, report, _ = error_after(tiny_llama)
