@@ -29,7 +29,7 @@ GROUP_SIZE = 64
 LIMIT_SECONDS = 1500.0
 SHORT = {"num_samples": 16, "epochs": 5}
 # The parts are compared on a few blocks, so that five runs are soon done.
-PART_BLOCKS = 6
+PART_BLOCKS = 4
 PARTS = {
     "catq_no_lm": {"factor_lr": 0.0},
     "catq_no_st": {"soft_ratio": 0.0},

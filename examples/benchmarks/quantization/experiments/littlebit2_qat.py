@@ -38,14 +38,14 @@ TEACHER = {
     "intermediate_size": 768,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
-    "steps": 800,
+    "steps": 500,
     "batch_size": 16,
     "sequence_length": 128,
     "learning_rate": 2e-3,
     "seed": 0,
 }
 STEPS, BATCH_SIZE = (50, 200), 8
-LEARNING_RATES = (3e-4, 1e-3, 3e-3)
+LEARNING_RATES = (1e-3, 3e-3)
 SEEDS = (1, 2, 3)
 DEMO_SECONDS = 3600.0
 
