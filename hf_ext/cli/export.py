@@ -41,7 +41,7 @@ def export(
     if format == "gptq" and allow_lossy:
         raise UsageError("--allow-lossy is for GGUF; the GPTQ layout keeps every scale.")
     if format == "gptq":
-        check_output(output, overwrite)
+        check_output(output, overwrite, {"MODEL": model})
     else:
         check_output_file(output, overwrite)
     source = find_model(model)

@@ -45,7 +45,8 @@ def quantize(
     json: Json = False,
 ) -> Result:
     """Quantize a model and save it with its tokenizer, a model card and a report."""
-    check_output(output, overwrite)
+    kept = {"MODEL": None if model == "demo" else model, "--calibration": calibration}
+    check_output(output, overwrite, kept | {"--checkpoint-dir": checkpoint_dir})
     check_dtype(dtype)
     options = {
         "preset": preset,
@@ -62,8 +63,6 @@ def quantize(
     needs_data = build_config(method, options).needs_data  # and a wrong option is told before the model is sought
     check_calibration(calibration, method, needs_data)
     source = find_model(model)
-    if Path(source).exists() and Path(source).resolve() == output.resolve():
-        raise UsageError(f"--output {str(output)!r} is the float model itself; give another folder.")
     model_config = load_config(source)
     if getattr(model_config, "quantization_config", None) is not None:
         raise UsageError(f"{model!r} is quantized already; give the float model it was made from.")
@@ -180,9 +179,19 @@ def check_calibration(calibration: str | None, method: str, needs_data: bool) ->
         raise UsageError(f"--calibration: no such file: {calibration!r}.")
 
 
-def check_output(output: Path, overwrite: bool) -> None:
-    """Refuse an output folder that could not be written, or that would lose something, before any work."""
+def check_output(output: Path, overwrite: bool, kept: dict[str, str | Path | None] | None = None) -> None:
+    """Refuse an output folder that could not be written, or that would lose something, before any work.
+
+    Args:
+        kept: paths that the run reads or keeps, by the name of the option; none may be `output` or lie under it.
+    """
     folder = output.resolve()
+    for option, path in (kept or {}).items():
+        if path is not None and Path(path).exists() and Path(path).resolve().is_relative_to(folder):
+            raise UsageError(f"{option} {str(path)!r} lies in --output {str(output)!r}, which is replaced as a whole.")
+    checkpoints = (kept or {}).get("--checkpoint-dir")
+    if checkpoints is not None and Path(checkpoints).resolve().is_relative_to(folder):
+        raise UsageError(f"--checkpoint-dir {str(checkpoints)!r} lies in --output; give a folder beside it.")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--output {str(output)!r} is a file; give a folder.")
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:

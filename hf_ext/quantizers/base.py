@@ -15,7 +15,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from .. import __version__
 from ..core.fingerprint import model_fingerprint, tensor_digest
-from ..core.modules import linear_shape, replace_module
+from ..core.modules import replace_module
 from .blockwise import BlockMethod, LayerResult, quantize_blockwise
 from .calibration import load_calibration
 from .checkpoint import RunCheckpoint
@@ -167,6 +167,8 @@ def _run(
     refuse_offloaded(model)
     refuse_non_finite(model)
     plan = plan_quantization(model, config)
+    if hasattr(method, "check_shapes"):
+        method.check_shapes(plan.shapes)
     checkpoint = None
     if config.checkpoint_dir is not None:
         identity = run_identity(model, config, rows, method)
@@ -174,7 +176,7 @@ def _run(
     slice_experts(model, plan)
     options = {}
     if method.needs_inputs:
-        warn_if_few_tokens(model, plan, rows)
+        warn_if_few_tokens(plan, rows)
         options = {"batch_size": config.batch_size, "offload_dir": config.offload_dir}
     engine = quantize_windows if hasattr(method, "windows") else quantize_blockwise
     report = engine(model, rows, method, plan.targets, install, checkpoint=checkpoint, **options)
@@ -219,6 +221,7 @@ def run_identity(
         "model": model_fingerprint(model),
         "calibration": tensor_digest(rows),
         **{name: getattr(config, name) for name in ("batch_size", "seed") if hasattr(config, name)},
+        **getattr(method, "identity", {}),
         **config.to_dict(),
     }
 
@@ -243,9 +246,9 @@ def refuse_non_finite(model: nn.Module) -> None:
             )
 
 
-def warn_if_few_tokens(model: nn.Module, plan: QuantizationPlan, rows: list[Tensor]) -> None:
+def warn_if_few_tokens(plan: QuantizationPlan, rows: list[Tensor]) -> None:
     tokens = sum(map(len, rows))
-    widest = max((linear_shape(model.get_submodule(name))[1] for name in plan.targets), default=0)
+    widest = max(width for _, width in plan.shapes.values())
     if tokens < widest:
         logger.warning(
             "The calibration set has %d tokens, fewer than the %d columns of the widest linear: its statistics are "

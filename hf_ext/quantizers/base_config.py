@@ -86,6 +86,7 @@ class LowBitConfig(QuantizationConfigMixin):
             ensure_registered(self.quant_method)
         for field in dataclasses.fields(self):
             self._check_type(field.name, field.type)
+        self._check_range("seed", 0, 2**62)
         if isinstance(self.modules_to_not_convert, str):
             raise TypeError(
                 f"{self._name}: modules_to_not_convert={self.modules_to_not_convert!r} is one string; "

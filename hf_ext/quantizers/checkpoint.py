@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -43,7 +42,12 @@ class RunCheckpoint:
         path = self.folder / IDENTITY
         identity = json.loads(json.dumps(identity))
         if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise OSError(
+                    f"{path} is damaged ({error}). Take an empty folder: checkpoint_dir={str(folder)!r}."
+                ) from error
             differing = [key for key in identity | found if identity.get(key) != found.get(key)]
             if differing:
                 was = ", ".join(f"{key}={found.get(key)!r} (now {identity.get(key)!r})" for key in differing)
@@ -68,9 +72,11 @@ class RunCheckpoint:
         described = {name: _encode(name, result, tensors) for name, result in results.items()}
         _save(self._path(index), tensors, {"layers": json.dumps(described)})
 
-    def finished_windows(self) -> int:
-        """Return how many windows, from the first on, are finished."""
-        return next(number for number in itertools.count() if not self._window_path(number).exists())
+    def has_block(self, index: int) -> bool:
+        return self._path(index).exists()
+
+    def has_window(self, number: int) -> bool:
+        return self._window_path(number).exists()
 
     def load_window(self, number: int) -> tuple[WindowState, list[float]]:
         """Return the state of the blocks that window `number` left unfinished, and its curve."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,17 @@ ROUTER_NAMES = ("gate", "router", "shared_expert_gate", "wg")
 
 @dataclass
 class QuantizationPlan:
-    """`targets`: linears to quantize; `experts`: fused modules to slice first; `skipped`: the other linears."""
+    """`shapes`: of the linears to quantize, by name; `experts`: fused modules to slice first; `skipped`: the other
+    linears."""
 
-    targets: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
     experts: list[str] = field(default_factory=list)
     skipped: dict[str, tuple[tuple[int, int], str]] = field(default_factory=dict)
+
+    @property
+    def targets(self) -> list[str]:
+        """The names of the linears to quantize."""
+        return list(self.shapes)
 
 
 def plan_quantization(model: PreTrainedModel, config: LowBitConfig) -> QuantizationPlan:
@@ -59,20 +66,18 @@ def plan_quantization(model: PreTrainedModel, config: LowBitConfig) -> Quantizat
     for name, linear in named_linears(model):
         reason = _reason_to_skip(name, blocks_name, patterns, default_skips)
         if reason is None:
-            plan.targets.append(name)
+            plan.shapes[name] = linear_shape(linear)
         else:
             plan.skipped[name] = (linear_shape(linear), reason)
-    shapes = {name: linear_shape(model.get_submodule(name)) for name in plan.targets}
     for experts in plan.experts:
         for name, shape in _sliced_names(experts, model.get_submodule(experts)).items():
             if is_named(name, patterns):
                 plan.skipped[name] = (shape, "named in modules_to_not_convert")
             else:
-                plan.targets.append(name)
-                shapes[name] = shape
-    if not shapes:
+                plan.shapes[name] = shape
+    if not plan.shapes:
         raise ValueError("There is no linear left to quantize: modules_to_not_convert covers every decoder block.")
-    config.check_shapes(shapes)
+    config.check_shapes(plan.shapes)
     return plan
 
 
@@ -142,6 +147,12 @@ def _refuse_adapters(model: nn.Module) -> None:
 def _refuse_idle_patterns(model: nn.Module, patterns: list[str]) -> None:
     names = [name for name, _ in named_linears(model)] + list(fused_experts(model))
     for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"modules_to_not_convert: {pattern!r} is no regular expression ({error}). Write a name, or .* for any."
+            ) from error
         if not any(is_named(name, [pattern]) for name in names):
             examples = ", ".join([name for name, _ in named_linears(model)][:3])
             raise ValueError(

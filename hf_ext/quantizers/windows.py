@@ -128,9 +128,10 @@ def quantize_windows(
         )  # fmt: skip
         steps = method.steps(len(calibration))
         progress = stack.enter_context(tqdm(total=steps * len(schedule), desc=method.name, unit="step", delay=1.0))
-        resumed = checkpoint.finished_windows() if checkpoint else 0
+        stack.callback(walk.restore)
+        resumed = _finished(checkpoint, schedule, count) if checkpoint else 0
         for number, blocks_of_window in enumerate(schedule):
-            following = schedule[number + 1].start if number + 1 < len(schedule) else count
+            following = _following(schedule, number, count)
             progress.set_description(f"{method.name} window {number + 1}/{len(schedule)}", refresh=False)
             if number < resumed:
                 walk.resume(checkpoint, number, following, last=number + 1 == resumed)
@@ -148,6 +149,20 @@ def quantize_windows(
     report.seconds = time.monotonic() - started
     warn_of_notes(report)
     return report
+
+
+def _following(schedule: list[range], number: int, count: int) -> int:
+    """The first block that is not finished behind window `number`."""
+    return schedule[number + 1].start if number + 1 < len(schedule) else count
+
+
+def _finished(checkpoint: RunCheckpoint, schedule: list[range], count: int) -> int:
+    """How many windows, from the first on, `checkpoint` holds with all the blocks that they finished."""
+    for number in range(len(schedule)):
+        blocks = range(_following(schedule, number, count))
+        if not checkpoint.has_window(number) or not all(checkpoint.has_block(index) for index in blocks):
+            return number
+    return len(schedule)
 
 
 @dataclass
@@ -207,6 +222,12 @@ class _Walk:
                 self._wrap(index)
                 for name, linear in self.stand_ins[index].items():
                     linear.load_state_dict(tensors[name])
+
+    def restore(self) -> None:
+        """Put the float linears of unfinished blocks back: what a run that is stopped leaves there."""
+        for stand_ins in self.stand_ins.values():
+            for name, stand_in in stand_ins.items():
+                replace_module(self.model, name, stand_in.linear)
 
     def state(self) -> dict[int, dict[str, dict[str, Tensor]]]:
         """The stand-ins' tensors, by block and name."""

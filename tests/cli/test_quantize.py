@@ -158,6 +158,28 @@ def test_data_is_asked_for_where_it_is_needed_and_refused_where_it_is_not(run, m
     assert not out.exists()
 
 
+def test_what_is_read_or_kept_must_not_lie_in_the_output(run, model_folder, text_file, tmp_path):
+    """--overwrite replaces the folder as a whole."""
+    arguments = ["--sequence-length", 32, "--group-size", 16, "--overwrite"]
+    inner = tmp_path / "text.txt"
+    for paths in (
+        [model_folder, "--output", model_folder, "--calibration", text_file],
+        [model_folder, "--output", tmp_path, "--calibration", inner],
+        [
+            model_folder,
+            "--output",
+            tmp_path / "out",
+            "--calibration",
+            inner,
+            "--checkpoint-dir",
+            tmp_path / "out" / "c",
+        ],
+    ):
+        result = run("quantize", *paths, *arguments)
+        assert result.exit_code == 2 and "--output" in result.stderr, result.stderr
+    assert (model_folder / "model.safetensors").exists() and text_file.exists()
+
+
 def test_quantized_model_is_refused(run, quantize_arguments, out, text_file, tmp_path):
     assert run(*quantize_arguments).exit_code == 0
     result = run("quantize", out, "--calibration", text_file, "--output", tmp_path / "again")

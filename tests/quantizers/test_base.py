@@ -333,6 +333,7 @@ def test_a_missing_tensor_is_named(saved):
 REFUSED = {
     "group too large": ({"group_size": 33}, r"group_size=33 is larger than a row of 12 linears: model\.layers\.0"),
     "nothing left": ({"modules_to_not_convert": ["model.layers"]}, "no linear left"),
+    "a pattern that is none": ({"modules_to_not_convert": ["*"]}, r"'\*' is no regular expression"),
     "a pattern that matches nothing": ({"modules_to_not_convert": ["attn.q"]}, "'attn.q' matches no linear"),
     "no data": ({"dataset": None}, "needs calibration data"),
     "text without tokenizer": ({"dataset": ["w1 w2 w3"]}, "tokenizer is needed"),

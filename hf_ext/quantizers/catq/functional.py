@@ -194,10 +194,10 @@ def sharpness(epoch: int, epochs: int, final_sharpness: float, soft_ratio: float
     `t = (epoch + 1) / epochs` and `s = t / gamma * s_0` while `t <= gamma`. That time is constant within an epoch and
     that its first value is `1 / epochs` is our reading; 60 epochs at `gamma = 0.8` are then 48 soft and 12 hard ones.
     """
-    soft_epochs = math.floor(soft_ratio * epochs + 1e-9)
-    if epoch >= soft_epochs:
+    if soft_ratio == 0:
         return None
-    return (epoch + 1) / (soft_ratio * epochs) * final_sharpness
+    soft_epochs = max(soft_ratio * epochs, 1.0)
+    return None if epoch >= math.floor(soft_epochs + 1e-9) else (epoch + 1) / soft_epochs * final_sharpness
 
 
 def windows(blocks: int, num_layers: int, stride: int, fill: int) -> list[range]:
@@ -214,7 +214,8 @@ def windows(blocks: int, num_layers: int, stride: int, fill: int) -> list[range]
     fill = min(fill, blocks)
     schedule = [range(stop) for stop in range(1, fill + 1)]
     first = max(fill - stride, 0)
-    sliding = max(0, math.ceil((blocks - 2 * first - num_layers) / stride) + 1)
+    sliding = math.ceil((blocks - 2 * first - num_layers) / stride) + 1
+    sliding = max(sliding, 1 if blocks > 2 * fill else 0)  # long windows must not leave a gap between the two ends
     starts = (first + stride * number for number in range(sliding))
     schedule += [range(start, min(start + num_layers, blocks)) for start in starts]
     schedule += [range(blocks - size, blocks) for size in range(fill, 0, -1)]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.fingerprint import tensor_digest
 from ...ops.packed_weight import PackedWeight
 from ..blockwise import LayerResult
 from .config import CatQConfig
@@ -42,32 +43,51 @@ class OfficialParameters:
         self.config = config
         self.path = config.parameters
         self.layers = read_parameters(config.parameters)
+        tensors = [tensor for index in sorted(self.layers) for _, tensor in sorted(self.layers[index].items())]
+        self.identity = {"parameters": tensor_digest(tensors)}
+
+    def check_shapes(self, shapes: dict[str, tuple[int, int]]) -> None:
+        """Raise `ValueError` for linears, `{name: (out_features, in_features)}`, that the file does not fit."""
+        for name, (out_features, in_features) in shapes.items():
+            index, held = self._held(name)
+            groups = 1 if self.config.group_size == -1 else in_features // self.config.group_size
+            for key in FACTORS:
+                if key not in held or held[key].numel() != out_features * groups:
+                    found = f"has {held[key].numel()} values" if key in held else "is absent"
+                    raise ValueError(
+                        f"{FACTORS[key]} of {name} (layer {index}) {found} in {self.path}, and with "
+                        f"group_size={self.config.group_size} it takes {out_features * groups}. Give the model and "
+                        "the group_size that the parameters were trained with."
+                    )
+            if LORA.keys() & held.keys():
+                rank = held["lora_A"].shape[0] if "lora_A" in held else 0
+                expected = {"lora_A": (rank, in_features), "lora_B": (out_features, rank)}
+                found = {key: tuple(held[key].shape) if key in held else None for key in LORA}
+                if found != expected:
+                    raise ValueError(
+                        f"The LoRA of {name} (layer {index}) has shapes {found} in {self.path}; a linear of "
+                        f"{out_features} x {in_features} takes lora_A (rank, {in_features}) and "
+                        f"lora_B ({out_features}, rank). Give the model that the parameters were trained with."
+                    )
 
     def solve(self, group: str, linears: dict[str, nn.Module]) -> dict[str, LayerResult]:
         return {name: self._solve_linear(name, linear) for name, linear in linears.items()}
 
     def _solve_linear(self, name: str, linear: nn.Module) -> LayerResult:
-        index, inner = next((int(part), rest) for part, rest in _splits(name) if part.isdigit())
-        held = self.layers.get(index, {})
-        stand_in = TernaryStandIn(linear, self.config, torch.Generator())
-        for ours, official in FACTORS.items():
-            key = f"{inner}.{official}"
-            expected = getattr(stand_in, ours)
-            if key not in held or held[key].numel() != expected.numel():
-                found = f"has {held[key].numel()} values" if key in held else "is absent"
-                raise ValueError(
-                    f"{key} of layer {index} {found} in {self.path}, and {name} with "
-                    f"group_size={self.config.group_size} takes {expected.numel()}. Give the model and the group_size "
-                    "that the parameters were trained with."
-                )
-            setattr(stand_in, ours, nn.Parameter(held[key].float().view(expected.shape)))
-        keys = {ours: f"{inner}.{official}" for ours, official in LORA.items()}
-        if keys["lora_A"] in held:
-            for ours, key in keys.items():
-                setattr(stand_in, ours, nn.Parameter(held[key].float()))
-        else:
-            stand_in.lora_B = nn.Parameter(torch.zeros_like(stand_in.lora_B))
+        stand_in = TernaryStandIn(linear, self.config, torch.Generator())  # without a LoRA, its B is 0
+        for key, tensor in self._held(name)[1].items():
+            given = tensor.to(linear.weight.device, torch.float32)
+            shape = getattr(stand_in, key).shape if key in FACTORS else given.shape
+            setattr(stand_in, key, nn.Parameter(given.view(shape)))
         return ternary_result(stand_in)
+
+    def _held(self, name: str) -> tuple[int, dict[str, Tensor]]:
+        """The layer of the linear `name`, and what the file holds for it, by our names."""
+        parts = name.split(".")
+        place = next(place for place, part in enumerate(parts) if part.isdigit())
+        held, inner = self.layers.get(int(parts[place]), {}), ".".join(parts[place + 1 :])
+        keys = {ours: f"{inner}.{official}" for ours, official in (FACTORS | LORA).items()}
+        return int(parts[place]), {ours: held[key] for ours, key in keys.items() if key in held}
 
 
 def read_parameters(path: str | os.PathLike) -> dict[int, dict[str, Tensor]]:
@@ -78,18 +98,16 @@ def read_parameters(path: str | os.PathLike) -> dict[int, dict[str, Tensor]]:
     """
     path = Path(path)
     found = _load(path)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; expected the parameters of every layer by number.")
-    if found.get("__format__") != MANIFEST:
-        return {int(index): tensors for index, tensors in found.items()}
+    layers = found.get("layers") if isinstance(found, dict) and found.get("__format__") == MANIFEST else found
+    if not isinstance(layers, dict) or not all(str(index).isdigit() for index in layers):
+        raise ValueError(f"{path} does not hold the parameters of every layer by its number, nor a manifest of such.")
+    if layers is found:
+        return {int(index): tensors for index, tensors in layers.items()}
     folder = path.parent.resolve()
-    layers = {}
-    for index, relative in found["layers"].items():
-        part = (folder / relative).resolve()
-        if not part.is_relative_to(folder):
+    for index, relative in layers.items():
+        if not (folder / relative).resolve().is_relative_to(folder):
             raise ValueError(f"{path}: layer {index} lies at {relative!r}, outside the folder of the manifest.")
-        layers[int(index)] = _load(part)
-    return layers
+    return {int(index): _load(folder / relative) for index, relative in layers.items()}
 
 
 def _load(path: Path) -> Any:
@@ -100,9 +118,3 @@ def _load(path: Path) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise OSError(f"{path} is damaged, or holds more than tensors ({reason}).") from error
-
-
-def _splits(name: str) -> list[tuple[str, str]]:
-    """Every part of a dotted name with what follows it."""
-    parts = name.split(".")
-    return [(part, ".".join(parts[place + 1 :])) for place, part in enumerate(parts)]

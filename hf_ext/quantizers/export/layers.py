@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..low_bit_linear import LowBitLinear
+from ..packed_linear import PackedLinear
 
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def low_bit_linears(model: PreTrainedModel) -> dict[str, LowBitLinear]:
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LowBitLinear)}
     if not layers:
+        other = next((type(module).__name__ for module in model.modules() if isinstance(module, PackedLinear)), None)
+        if other is not None:
+            raise ValueError(
+                f"The layers of this {type(model).__name__} are {other}: LittleBit-2's factors have no place in GGUF "
+                "or the GPTQ layout. Share the folder that save_pretrained writes."
+            )
         raise ValueError(f"{type(model).__name__} has no LowBitLinear: quantize it first.")
     return layers
 

@@ -270,6 +270,11 @@ def pack(model: PreTrainedModel) -> PreTrainedModel:
             f"{type(model).__name__} has no trainable LittleBit-2 layers to pack: quantize it with "
             "LittleBit2Config(trainable=True), and train it with LittleBit2Trainer first."
         )
+    if getattr(model, "hf_quantizer", None) is None:
+        raise ValueError(
+            f"{type(model).__name__} is half quantized: the run on it was stopped. Load the float model again, and "
+            "quantize it whole."
+        )
     with torch.no_grad():
         for name, latent in latents.items():
             replace_module(model, name, FactoredBinaryLinear.from_packed(latent, latent.latent.pack()))

@@ -104,10 +104,18 @@ class LittleBit2Trainer(Trainer):
 
 
 def _check(model: PreTrainedModel, teacher_model: PreTrainedModel) -> None:
+    for name, given in (("model", model), ("teacher_model", teacher_model)):
+        if not isinstance(given, nn.Module):
+            raise TypeError(f"{name}={given!r} is a {type(given).__name__}; pass a loaded model.")
     if not any(isinstance(module, LatentBinaryLinear) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} has no trainable LittleBit-2 layers: quantize the float model with "
             "LittleBit2Config(trainable=True). A packed model does not train further, but adapters do on top of it."
+        )
+    if teacher_model is model or getattr(teacher_model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            "teacher_model is quantized, or the model itself: `quantize` changes a model in place. Load the float "
+            "model once more for the teacher."
         )
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         own, other = (getattr(m.config.get_text_config(decoder=True), name) for m in (model, teacher_model))

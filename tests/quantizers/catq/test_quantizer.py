@@ -174,6 +174,31 @@ def stop_after(model, windows, options):
         hf_ext.quantize(model, options)
 
 
+def test_a_stopped_run_leaves_the_float_linears_of_unfinished_blocks(tiny_llama, tmp_path):
+    """Stopped in the first window the model is as it was, and a run with better options goes through."""
+    before = copy.deepcopy(tiny_llama)
+    with pytest.raises(ValueError, match="loss of window 0"):
+        hf_ext.quantize(tiny_llama, config(factor_lr=1e30, lora_lr=1e30, epochs=20, max_grad_norm=1e30))
+    assert_matches(logits(tiny_llama), logits(before), "exact")
+    assert tiny_llama.state_dict().keys() == before.state_dict().keys()
+    hf_ext.quantize(tiny_llama, config())
+    assert_matches(logits(tiny_llama), logits(quantized(before)), "exact")
+
+
+def quantized(model):
+    hf_ext.quantize(model, config())
+    return model
+
+
+@pytest.mark.parametrize("lost", ["block-00000.safetensors", "window-00001.safetensors"])
+def test_a_lost_file_of_a_finished_window_is_computed_again(tiny_llama, tmp_path, lost):
+    whole = copy.deepcopy(tiny_llama)
+    hf_ext.quantize(whole, config(checkpoint_dir=str(tmp_path), num_layers=2))
+    (tmp_path / lost).unlink()
+    hf_ext.quantize(tiny_llama, config(checkpoint_dir=str(tmp_path), num_layers=2))
+    assert_matches(logits(tiny_llama), logits(whole), "exact")
+
+
 def test_a_run_leaves_nothing_behind(tiny_llama):
     """The global generator, gradients, what is trainable, the mode, hooks, and stand-ins."""
     tiny_llama.train()
@@ -276,13 +301,17 @@ def test_official_parameters_that_do_not_fit_are_refused(tiny_llama, tmp_path):
     path, outside = tmp_path / "parameters.pth", tmp_path / "outside.pth"
     state = official_state(tiny_llama)
     torch.save(state, path)
-    with pytest.raises(ValueError, match=r"group_size=32 takes"):
+    with pytest.raises(ValueError, match=r"group_size=32 it takes"):
         hf_ext.quantize(copy.deepcopy(tiny_llama), CatQConfig(group_size=32, parameters=str(path)))
     del state[1]["mlp.up_proj.weight_quantizer.generate_mu_factor.bound_factor"]
-    torch.save(state, path)
-    with pytest.raises(ValueError, match=r"mlp\.up_proj.* of layer 1 is absent"):
-        hf_ext.quantize(copy.deepcopy(tiny_llama), CatQConfig(group_size=16, parameters=str(path)))
-    torch.save(state[0], outside)
+    refused_whole(tiny_llama, state, path, r"mlp\.up_proj \(layer 1\) is absent")
+    state = official_state(tiny_llama)
+    state[1]["mlp.up_proj.lora_B.0"] = torch.zeros(3, 4)
+    refused_whole(tiny_llama, state, path, r"LoRA of .*mlp\.up_proj \(layer 1\) has shapes")
+    del state[1]["mlp.up_proj.lora_B.0"]
+    refused_whole(tiny_llama, state, path, r"LoRA of .*mlp\.up_proj \(layer 1\) has shapes")
+    refused_whole(tiny_llama, tiny_llama.state_dict(), path, "does not hold the parameters of every layer")
+    torch.save(official_state(tiny_llama)[0], outside)
     (tmp_path / "inner").mkdir()
     escaping = tmp_path / "inner" / "parameters.pth"
     torch.save({"__format__": "parameters_per_layer_v1", "layers": {0: "../outside.pth"}}, escaping)
@@ -293,6 +322,26 @@ def test_official_parameters_that_do_not_fit_are_refused(tiny_llama, tmp_path):
         hf_ext.quantize(copy.deepcopy(tiny_llama), CatQConfig(group_size=16, parameters=str(path)))
     with pytest.raises(OSError, match="no such file"):
         hf_ext.quantize(copy.deepcopy(tiny_llama), CatQConfig(group_size=16, parameters=str(tmp_path / "absent")))
+
+
+def refused_whole(model, state, path, words):
+    """Before the first linear changes."""
+    torch.save(state, path)
+    changed = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=words):
+        hf_ext.quantize(changed, CatQConfig(group_size=16, parameters=str(path)))
+    assert_matches(logits(changed), logits(model), "exact")
+
+
+def test_official_parameters_are_part_of_what_a_checkpoint_is_of(tiny_llama, tmp_path):
+    state = official_state(tiny_llama)
+    for name in ("a", "b"):
+        torch.save(state, tmp_path / f"{name}.pth")
+        state[0]["mlp.up_proj.lora_B.0"] = state[0]["mlp.up_proj.lora_B.0"] + 1
+    options = {"group_size": 16, "checkpoint_dir": str(tmp_path / "run")}
+    hf_ext.quantize(copy.deepcopy(tiny_llama), CatQConfig(parameters=str(tmp_path / "a.pth"), **options))
+    with pytest.raises(ValueError, match="belongs to another run: parameters="):
+        hf_ext.quantize(tiny_llama, CatQConfig(parameters=str(tmp_path / "b.pth"), **options))
 
 
 REFUSED = {
@@ -378,7 +427,7 @@ def test_the_report_plots_the_losses(tiny_llama):
 
 def test_the_hard_codes_of_the_stand_in_are_the_packed_ones(tiny_llama):
     linear = tiny_llama.model.layers[0].self_attn.q_proj
-    stand_in = TernaryStandIn(linear, config(), torch.Generator().manual_seed(0))
+    stand_in = TernaryStandIn(linear, config(lora_alpha=1.0), torch.Generator().manual_seed(0))
     for parameter in stand_in.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     assert_matches(torch.sign(stand_in.ternary_weight()), torch.sign(dequantize(stand_in.pack())), "exact")
