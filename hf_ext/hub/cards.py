@@ -44,6 +44,7 @@ def quantized_card(
     )
     hidden = ("quant_method", "format_version", "library")
     options = "\n".join(f"| `{key}` | {value} |" for key, value in config.to_dict().items() if key not in hidden)
+    warning = f"\n**{config.warning}**\n" if config.warning else ""
     base = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else f"`{Path(source).name}`"
     return ModelCard(
         f"""---
@@ -54,7 +55,7 @@ def quantized_card(
 
 {base} with its decoder linears {config.weight_label()}, quantized by the method `{config.quant_method}` of hf_ext.
 Weights: {_megabytes(sizes.quantized_bytes)}, {_megabytes(sizes.float_bytes)} before.
-
+{warning}
 ```python
 import hf_ext  # teaches Transformers to load the checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -176,7 +176,8 @@ def _run(
     slice_experts(model, plan)
     options = {}
     if method.needs_inputs:
-        warn_if_few_tokens(plan, rows)
+        if hasattr(method, "observe"):
+            warn_if_few_tokens(plan, rows)
         options = {"batch_size": config.batch_size, "offload_dir": config.offload_dir}
     engine = quantize_windows if hasattr(method, "windows") else quantize_blockwise
     report = engine(model, rows, method, plan.targets, install, checkpoint=checkpoint, **options)

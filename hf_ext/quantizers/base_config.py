@@ -102,6 +102,11 @@ class LowBitConfig(QuantizationConfigMixin):
         """What the weights become, in two words for people: "3-bit", "ternary"."""
         raise NotImplementedError(f"{self._name} must say what its weights are: override weight_label")
 
+    @property
+    def warning(self) -> str:
+        """What a user of a model with these options must know first; empty if nothing."""
+        return ""
+
     def check_shapes(self, shapes: dict[str, tuple[int, int]]) -> None:
         """Raise `ValueError` for linears, `{name: (out_features, in_features)}`, that the options do not fit."""
 
@@ -220,6 +225,11 @@ class GroupedConfig(CalibratedConfig):
                 f"{self._name}: group_size={self.group_size!r}; allowed are positive numbers of columns (64, 128), "
                 "or -1 for one group a row."
             )
+
+    @property
+    def warning(self) -> str:
+        """What a user of a model with these options must know first; empty if nothing."""
+        return ""
 
     def check_shapes(self, shapes: dict[str, tuple[int, int]]) -> None:
         too_narrow = {name: width for name, (_, width) in shapes.items() if self.group_size > width}

@@ -5,7 +5,7 @@ import re
 
 from huggingface_hub import ModelCard
 
-from hf_ext import OSAQConfig
+from hf_ext import LittleBit2Config, OSAQConfig
 from hf_ext.hub.cards import QuantizedSizes, quantized_card
 
 
@@ -23,6 +23,11 @@ def test_metadata_survives_the_file(tmp_path):
     data = ModelCard.load(tmp_path / "card.md").data
     assert (data.base_model, data.license, data.base_model_relation) == ("org/base", "apache-2.0", "quantized")
     assert data.tags == ["hf_ext", "osaq", "3-bit"]
+
+
+def test_a_start_that_is_no_model_says_so(tmp_path):
+    start = quantized_card("out", "m", None, LittleBit2Config(), QuantizedSizes(2, 1), "done")
+    assert "is an initialisation" in start.text and "is an initialisation" not in card_of(tmp_path, None).text
 
 
 def test_unknown_licence_and_base_stay_out(tmp_path):

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from hf_ext.quantizers.base_config import LowBitConfig
+from hf_ext.quantizers.base_config import CalibratedConfig
 from hf_ext.quantizers.calibration import batches, load_calibration
 from tests import tiny
 from tests.numerics import assert_matches
@@ -19,7 +19,7 @@ MODEL = tiny.llama()
 
 def rows_of(dataset, tokenizer=None, **options):
     options = {"sequence_length": 8, **options}
-    return load_calibration(LowBitConfig(dataset=dataset, tokenizer=tokenizer, **options), MODEL)
+    return load_calibration(CalibratedConfig(dataset=dataset, tokenizer=tokenizer, **options), MODEL)
 
 
 def lists(rows):

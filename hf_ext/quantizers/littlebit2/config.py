@@ -103,6 +103,15 @@ class LittleBit2Config(LowBitConfig):
         actual = bits_per_weight(*shape, self.min_rank, self.paths)
         return actual if actual > self.bits else None
 
+    @property
+    def warning(self) -> str:
+        if self.trained or self.trainable:
+            return ""
+        return (
+            "This LittleBit-2 model is an initialisation: it gives no usable text before distillation. Quantize the "
+            "float model with trainable=True, train that with LittleBit2Trainer, and pack it."
+        )
+
     def weight_label(self) -> str:
         return f"{self.bits:g}-bit" if self.rank is None else f"rank-{self.rank} binary"
 

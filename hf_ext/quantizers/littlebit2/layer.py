@@ -253,7 +253,9 @@ def pack(model: PreTrainedModel) -> PreTrainedModel:
     """Turn a trained model into the one to use: signs and 16-bit scales in place of the float factors.
 
     The outputs are those of the trained model up to the rounding of the scales to bfloat16. The model no longer
-    trains, but adapters do on top of it.
+    trains, but adapters do on top of it. After a training loop of your own set
+    `model.config.quantization_config.trained = True` first, as `LittleBit2Trainer` does: without it the checkpoint
+    says that it is an initialisation.
 
     Args:
         model ([`~transformers.PreTrainedModel`]): quantized with `LittleBit2Config(trainable=True)`; changed in place.
@@ -279,7 +281,7 @@ def pack(model: PreTrainedModel) -> PreTrainedModel:
         for name, latent in latents.items():
             replace_module(model, name, FactoredBinaryLinear.from_packed(latent, latent.latent.pack()))
     quantizer = model.hf_quantizer
-    quantizer.quantization_config = dataclasses.replace(quantizer.quantization_config, trainable=False, trained=True)
+    quantizer.quantization_config = dataclasses.replace(quantizer.quantization_config, trainable=False)
     model.config.quantization_config = quantizer.quantization_config
     return model
 

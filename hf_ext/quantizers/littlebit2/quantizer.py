@@ -52,12 +52,8 @@ class LittleBit2Quantizer(LowBitQuantizer):
         model = super()._process_model_after_weight_loading(model, **kwargs)
         if self.quantization_config.trainable:
             freeze_embeddings(model)
-        elif not self.quantization_config.trained:
-            warnings.warn(
-                "This LittleBit-2 model is an initialisation: it gives no usable text before distillation. Quantize "
-                "the float model with trainable=True, train that with LittleBit2Trainer, and pack it.",
-                stacklevel=2,
-            )
+        elif self.quantization_config.warning:
+            warnings.warn(self.quantization_config.warning, stacklevel=2)
         return model
 
     def _training_options(self) -> dict[str, Any]:

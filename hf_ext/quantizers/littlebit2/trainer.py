@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Trainer, TrainerCallback
 
 from .functional import distillation_loss
 from .layer import LatentBinaryLinear
@@ -32,7 +33,8 @@ class LittleBit2Trainer(Trainer):
         hidden_loss_weight (`float`, defaults to 10.0): the authors', for Llama and its like. Where a few activations
             are huge, as at the first token of SmolLM2, they are all that the second term sees, and it drowns the
             first: take 0 to 1e-3. 0 leaves it out, and the memory it takes.
-        kwargs: [`~transformers.Trainer`]'s; rows need `input_ids` and, if padded, `attention_mask`.
+        kwargs: [`~transformers.Trainer`]'s; rows need `input_ids` and, if padded, `attention_mask`. Without a
+            `data_collator` or `processing_class` rows of unequal length are padded.
 
     Raises:
         ValueError: `model` has nothing to train, or `teacher_model` is of another shape.
@@ -58,7 +60,10 @@ class LittleBit2Trainer(Trainer):
         **kwargs: Any,
     ):
         _check(model, teacher_model)
+        if len(args) < 2 and kwargs.get("processing_class") is None:
+            kwargs.setdefault("data_collator", pad_rows)
         super().__init__(model, *args, **kwargs)
+        self.add_callback(_MarkTrained)
         self.hidden_loss_weight = hidden_loss_weight
         teacher_model = teacher_model.eval().requires_grad_(False)
         self.teacher_model = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
@@ -101,6 +106,24 @@ class LittleBit2Trainer(Trainer):
         if prediction_loss_only:
             return loss.detach(), None, None
         return loss.detach(), outputs.logits.detach(), inputs.get("labels")
+
+
+class _MarkTrained(TrainerCallback):
+    """Lets checkpoints say that their model is no longer the mere start."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        if getattr(model, "hf_quantizer", None) is not None:
+            model.hf_quantizer.quantization_config.trained = True
+
+
+def pad_rows(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Stack rows of `input_ids`; where they differ in length, pad them and add an `attention_mask`."""
+    names = [name for name in ("input_ids", "attention_mask", "labels") if name in rows[0]]
+    columns = {name: [torch.as_tensor(row[name]) for row in rows] for name in names}
+    if len({len(ids) for ids in columns["input_ids"]}) > 1:
+        columns.setdefault("attention_mask", [torch.ones_like(ids) for ids in columns["input_ids"]])
+    fill = {"labels": -100}
+    return {name: pad_sequence(column, True, fill.get(name, 0)) for name, column in columns.items()}
 
 
 def _check(model: PreTrainedModel, teacher_model: PreTrainedModel) -> None:

@@ -342,6 +342,7 @@ def test_a_packed_model_is_what_the_factors_gave(tiny_llama, tmp_path):
             for scale in (layer.u1, layer.v2):
                 scale.copy_(scale.bfloat16())
     expected = logits(tiny_llama)
+    tiny_llama.config.quantization_config.trained = True
     packed = pack(tiny_llama)
     assert packed is tiny_llama
     assert_matches(logits(packed), expected, "model")
@@ -352,6 +353,13 @@ def test_a_packed_model_is_what_the_factors_gave(tiny_llama, tmp_path):
     assert_matches(logits(again), logits(packed), "exact")
     assert {type(layer) for layer in layers_of(again).values()} == {FactoredBinaryLinear}
     assert again.config.quantization_config.trained
+
+
+def test_packing_without_training_leaves_an_initialisation(tiny_llama, tmp_path):
+    hf_ext.quantize(tiny_llama, config(trainable=True))
+    with pytest.warns(UserWarning, match="is an initialisation"):
+        again = save_and_load(pack(tiny_llama), tmp_path)
+    assert not again.config.quantization_config.trained
 
 
 def test_packing_rounds_scales_and_keeps_signs(tiny_llama):

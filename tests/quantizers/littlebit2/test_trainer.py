@@ -269,3 +269,23 @@ def test_two_processes_train_as_one(tmp_path):
         steps, evaluation = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
         found.append(torch.tensor([*steps, evaluation]))
     assert_matches(found[1], found[0], "fp32")
+
+
+def test_rows_of_unequal_length_are_padded_without_a_collator(tiny_llama, tmp_path):
+    """The loss of a batch is the mean of its rows', whatever the padding."""
+    teacher = copy.deepcopy(tiny_llama)
+    rows = [{"input_ids": row[:length].tolist()} for row, length in zip(TOKENS, (5, 12, 8, 3), strict=False)]
+    it = trainer(student(tiny_llama), teacher, tmp_path, rows=rows)
+    alone = [it.evaluate(eval_dataset=[row])["eval_loss"] for row in rows]
+    assert it.evaluate(eval_dataset=rows)["eval_loss"] == pytest.approx(sum(alone) / 4, rel=1e-5)
+
+
+def test_checkpoints_say_that_their_model_is_trained(tiny_llama, tmp_path):
+    teacher = copy.deepcopy(tiny_llama)
+    it = trainer(student(tiny_llama), teacher, tmp_path, max_steps=1)
+    assert not it.model.config.quantization_config.trained
+    it.train()
+    it.save_model(tmp_path / "saved")
+    stored = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert stored["trained"] and stored["trainable"]
+    assert pack(it.model).config.quantization_config.trained
