@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,15 @@ class QuantizationReport:
     def metric_names(self) -> list[str]:
         return list(dict.fromkeys(name for layer in self.layers for name in layer.metrics))
 
+    def bits_per_weight(self) -> float | None:
+        """Return the mean over all changed weights, where the method reports it for its linears."""
+        found = [
+            (math.prod(layer.shape), layer.metrics.get("bits_per_weight")) for layer in self.layers if layer.metrics
+        ]
+        if not found or any(bits is None for _, bits in found):
+            return None
+        return sum(weights * bits for weights, bits in found) / sum(weights for weights, _ in found)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -69,6 +79,8 @@ class QuantizationReport:
         done = [layer for layer in self.layers if layer.status != "skipped"]
         status = done[0].status if done else "changed"
         parts = [f"{len(done)} linears {status}", f"{self.count('skipped')} skipped"]
+        if self.bits_per_weight() is not None:
+            parts.append(f"{self.bits_per_weight():.3g} bits a weight")
         if self.calibration_tokens:
             parts.append(f"{self.calibration_tokens} calibration tokens")
         return f"{self.method}: {', '.join(parts)}, {self.seconds:.0f} s"

@@ -476,3 +476,13 @@ def test_layers_take_empty_batches(tiny_llama, dims, mode):
     hf_ext.quantize(tiny_llama, config(**mode))
     layer = tiny_llama.model.layers[0].mlp.up_proj
     assert layer(torch.empty(*dims, tiny.HIDDEN_SIZE)).shape == (*dims, tiny.INTERMEDIATE_SIZE)
+
+
+def test_the_summary_says_what_the_ranks_come_to(tiny_llama):
+    """The smallest ranks take more than was asked for here, and the figure is that of the stored tensors."""
+    report = hf_ext.quantize(tiny_llama, config(bits=0.1))
+    layers = layers_of(tiny_llama).values()
+    bits = 8 * sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
+    weights = sum(layer.in_features * layer.out_features for layer in layers)
+    assert report.bits_per_weight() == pytest.approx(bits / weights)
+    assert f"{bits / weights:.3g} bits a weight" in report.summary()
