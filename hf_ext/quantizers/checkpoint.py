@@ -142,21 +142,6 @@ def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> N
     os.replace(temporary, path)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise OSError(f"{path} is truncated or damaged ({error}). Delete it; it is computed again.") from error
-
-
-def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    temporary = path.with_suffix(".partial")
-    save_file(tensors, temporary, metadata=metadata)
-    os.replace(temporary, path)
-
-
 def _write(path: Path, text: str) -> None:
     temporary = path.with_suffix(".partial")
     temporary.write_text(text, encoding="utf-8")

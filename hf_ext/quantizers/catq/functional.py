@@ -164,8 +164,10 @@ def _gradients(ctx, grad, weight, mean_factor, scale_factor, threshold_factor, o
     through_mu = -by_weight.sum(-1, keepdim=True)
     through_alpha = values.sub_(x.mul_(by_x)).mul_(grad).sum(-1, keepdim=True)
     through_delta = by_delta.mul_(grad).sum(-1, keepdim=True) * alpha
-    signs = torch.sign(grouped if options.get("scale_from_raw", False) else grouped - grid.mean + d_mu * alpha_0)
-    if not options.get("scale_from_raw", False):
+    if options.get("scale_from_raw", False):
+        signs = grouped.sign()
+    else:
+        signs = torch.sign(grouped - grid.mean + d_mu * alpha_0)
         signs -= signs.mean(-1, keepdim=True)
     by_weight.addcmul_(signs, (through_mu * d_mu + through_alpha * d_alpha) / width).add_(through_mu / width)
     torch.mul(through_mu * alpha_0, (1 - d_mu**2) / 2, out=out[1])
