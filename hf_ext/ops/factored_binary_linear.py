@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_ext.ops.cpu_kernels import CpuWeight, prepare_cpu
+from hf_ext.ops.frozen_linear import frozen_linear
 from hf_ext.ops.low_bit_linear import INT4_MAX_ROWS, Choice, forced_backend
 from hf_ext.ops.packed_weight import PackedWeight
 from hf_ext.ops.packing import pack_codes, packed_rows, unit_of, unpack_units
@@ -164,14 +165,7 @@ def factored_binary_linear(
     Raises:
         ValueError: the last axis of `hidden_states` is not `in_features`, or a forced backend cannot serve the call.
     """
-    device_type = hidden_states.device.type
-    if torch.is_autocast_enabled(device_type):
-        hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
-    if bias is not None and bias.dtype != hidden_states.dtype:
-        bias = bias.to(hidden_states.dtype)
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or (bias is not None and bias.requires_grad)):
-        return _FactoredBinaryLinear.apply(hidden_states, bias, weight, runtime)
-    return _forward(hidden_states, weight, bias, runtime)
+    return frozen_linear(hidden_states, weight, bias, runtime, _forward, _input_gradient)
 
 
 def choose_factored_backend(
@@ -213,19 +207,10 @@ _DEQUANTIZE = Choice("dequantize", "no kernel copy for this dtype and device: un
 
 
 def _forward(
-    hidden_states: torch.Tensor,
-    weight: FactoredWeight,
-    bias: torch.Tensor | None,
-    runtime: FactoredCpuWeight | None,
+    rows: torch.Tensor, weight: FactoredWeight, bias: torch.Tensor | None, runtime: FactoredCpuWeight | None
 ) -> torch.Tensor:
-    shape = hidden_states.shape
-    if shape[-1] != weight.in_features:
-        raise ValueError(f"hidden_states have shape {tuple(shape)}; this weight takes (..., {weight.in_features}).")
-    rows = hidden_states.reshape(-1, weight.in_features)
-    if rows.shape[0] == 0:
-        return hidden_states.new_empty(*shape[:-1], weight.out_features)
     choice = choose_factored_backend(rows.shape[0], rows.dtype, rows.device.type, runtime)
-    return _BACKENDS[choice.name](rows, weight, bias, runtime).view(*shape[:-1], weight.out_features)
+    return _BACKENDS[choice.name](rows, weight, bias, runtime)
 
 
 def _int4(rows, weight, bias, runtime):
@@ -275,24 +260,6 @@ def _kernel_copy(codes: torch.Tensor, scale: torch.Tensor, group_size: int = -1)
 
 def _kernel(rows: torch.Tensor, weight: CpuWeight) -> torch.Tensor:
     return torch.ops.aten._weight_int4pack_mm_for_cpu(rows.contiguous(), weight.codes, weight.group_size, weight.scale)
-
-
-class _FactoredBinaryLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_states, bias, weight, runtime):
-        ctx.weight = weight
-        return _forward(hidden_states, weight, bias, runtime)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        weight = ctx.weight
-        grad_hidden_states = grad_bias = None
-        rows = grad_output.reshape(-1, weight.out_features)
-        if ctx.needs_input_grad[0]:
-            grad_hidden_states = _input_gradient(rows, weight).view(*grad_output.shape[:-1], weight.in_features)
-        if ctx.needs_input_grad[1]:
-            grad_bias = rows.sum(0)
-        return grad_hidden_states, grad_bias, None, None
 
 
 def _input_gradient(rows: torch.Tensor, weight: FactoredWeight) -> torch.Tensor:

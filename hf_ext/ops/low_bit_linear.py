@@ -17,6 +17,7 @@ from hf_ext.ops.cpu_kernels import (
     int8_linear,
     why_no_cpu_kernel,
 )
+from hf_ext.ops.frozen_linear import frozen_linear
 from hf_ext.ops.packed_weight import PackedWeight, dequantize
 from hf_ext.ops.packing import COLUMN_MULTIPLE
 
@@ -60,14 +61,7 @@ def low_bit_linear(
     Raises:
         ValueError: the last axis of `hidden_states` is not `in_features`, or a forced backend cannot serve the call.
     """
-    device_type = hidden_states.device.type
-    if torch.is_autocast_enabled(device_type):
-        hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
-    if bias is not None and bias.dtype != hidden_states.dtype:
-        bias = bias.to(hidden_states.dtype)
-    if torch.is_grad_enabled() and (hidden_states.requires_grad or (bias is not None and bias.requires_grad)):
-        return _LowBitLinear.apply(hidden_states, bias, weight, runtime)
-    return _forward(hidden_states, weight, bias, runtime)
+    return frozen_linear(hidden_states, weight, bias, runtime, _forward, _input_gradient)
 
 
 _forced_backend: str | None = None
@@ -171,16 +165,10 @@ def _forced_choice(weight: PackedWeight, dtype: torch.dtype, device_type: str, r
 
 
 def _forward(
-    hidden_states: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, runtime: CpuWeight | None
+    rows: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, runtime: CpuWeight | None
 ) -> torch.Tensor:
-    shape = hidden_states.shape
-    if shape[-1] != weight.in_features:
-        raise ValueError(f"hidden_states have shape {tuple(shape)}; this weight takes (..., {weight.in_features}).")
-    rows = hidden_states.reshape(-1, weight.in_features)
-    if rows.shape[0] == 0:
-        return hidden_states.new_empty(*shape[:-1], weight.out_features)
-    choice = choose_backend(weight, rows.shape[0], hidden_states.dtype, hidden_states.device.type, runtime)
-    return _BACKENDS[choice.name](rows, weight, bias, runtime).view(*shape[:-1], weight.out_features)
+    choice = choose_backend(weight, rows.shape[0], rows.dtype, rows.device.type, runtime)
+    return _BACKENDS[choice.name](rows, weight, bias, runtime)
 
 
 def _reference(
@@ -195,24 +183,6 @@ _BACKENDS = {
     "dequantize": dequantize_linear,
     "reference": _reference,
 }
-
-
-class _LowBitLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden_states, bias, weight, runtime):
-        ctx.weight = weight
-        return _forward(hidden_states, weight, bias, runtime)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        weight = ctx.weight
-        grad_hidden_states = grad_bias = None
-        rows = grad_output.reshape(-1, weight.out_features)
-        if ctx.needs_input_grad[0]:
-            grad_hidden_states = _input_gradient(rows, weight).reshape(*grad_output.shape[:-1], weight.in_features)
-        if ctx.needs_input_grad[1]:
-            grad_bias = rows.sum(0)
-        return grad_hidden_states, grad_bias, None, None
 
 
 def _input_gradient(rows: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
