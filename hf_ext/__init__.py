@@ -7,7 +7,7 @@ imported before or after Transformers.
 
 from importlib import import_module
 
-from hf_ext._public import PUBLIC
+from hf_ext._public import EXTRAS, PUBLIC
 
 
 __all__ = sorted(PUBLIC)
@@ -19,7 +19,14 @@ def __getattr__(name: str):
 
         value = version("hf_ext")
     elif name in PUBLIC:
-        value = getattr(import_module(PUBLIC[name]), name)
+        try:
+            value = getattr(import_module(PUBLIC[name]), name)
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRAS:
+                raise
+            from hf_ext.core.errors import MissingExtraError
+
+            raise MissingExtraError(error.name, EXTRAS[error.name], name) from error
     else:
         from hf_ext.core.errors import closest
 

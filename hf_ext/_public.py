@@ -1,4 +1,4 @@
-"""The two tables from which hf_ext's public names and its quantizers are found.
+"""The tables from which hf_ext's public names, what they need, and its quantizers are found.
 
 Nothing is imported here: a name costs its imports when it is first used.
 """
@@ -11,6 +11,8 @@ PUBLIC = {
     "LowBitLinear": "hf_ext.quantizers.low_bit_linear",
     "OSAQConfig": "hf_ext.quantizers.osaq",
     "QuantizationReport": "hf_ext.quantizers.report",
+    "SAFTConfig": "hf_ext.trainers.saft.config",
+    "SAFTTrainer": "hf_ext.trainers.saft.trainer",
     "absorb_outliers": "hf_ext.quantizers.osaq",
     "demo_model": "hf_ext.hub.demo_model",
     "export_gguf": "hf_ext.quantizers.export",
@@ -18,7 +20,12 @@ PUBLIC = {
     "pack": "hf_ext.quantizers.littlebit2",
     "perplexity": "hf_ext.evaluation.perplexity",
     "quantize": "hf_ext.quantizers.base",
+    "saft_loss": "hf_ext.trainers.saft",
+    "saft_weight": "hf_ext.trainers.saft",
 }
+
+# An optional package that the module of a public name imports -> the extra that brings it.
+EXTRAS = {"trl": "train"}
 
 # `quant_method` in a checkpoint's config.json -> where its config class and its quantizer class are defined.
 QUANTIZERS = {

@@ -40,6 +40,10 @@ def _peft(path: str, why: str, *parameters: str) -> UpstreamSymbol:
     return UpstreamSymbol("peft", ">=0.21,<1", f"peft.{path}", why, parameters or None)
 
 
+def _trl(path: str, why: str, *parameters: str) -> UpstreamSymbol:
+    return UpstreamSymbol("trl", ">=1.16,<2", f"trl.{path}", why, parameters or None)
+
+
 def _module(method: str, why: str, *parameters: str) -> UpstreamSymbol:
     return UpstreamSymbol("torch", ">=2.6,<3", f"torch.nn.modules.module:Module.{method}", why, ("self", *parameters))
 
@@ -136,4 +140,44 @@ UPSTREAM = (
     ),
     _transformers("modeling_rope_utils:ROPE_INIT_FUNCTIONS", "the frequencies of a scaled rotation"),
     _aten("_weight_int8pack_mm", "8-bit matrix product on the CPU", "self", "mat2", "scales"),
+    _trl(
+        "trainer.sft_trainer:SFTTrainer.compute_loss",
+        "called with a function for the model, which it only calls; sums the log_probs that return",
+        "self",
+        "model",
+        "inputs",
+        "return_outputs",
+        "num_items_in_batch",
+    ),
+    _trl("trainer.sft_trainer:SFTTrainer.log", "averages what lies in _metrics", "self", "logs", "start_time"),
+    _trl(
+        "trainer.utils:add_fused_lm_head",
+        "called once more where a loss needs further statistics of the distribution",
+        "model",
+        "temperature",
+        "cast_lm_head_to_fp32",
+        "outputs",
+    ),
+    _trl("trainer.utils:FusedCausalLMOutput", "extended by the divergence from a reference"),
+    _trl("trainer.utils:use_adapter", "the reference of a model with adapters", "model", "adapter_name"),
+    _trl("models.utils:prepare_deepspeed", "prepares the reference", "model", "accelerator"),
+    _trl("models.utils:prepare_fsdp", "prepares the reference", "model", "accelerator"),
+    _trl("models.utils:_ForwardRedirection", "runs a loss inside the forward of a wrapped model"),
+    _trl(
+        "kernels.chunked_divergence:ChunkedDivergenceFunction.forward",
+        "divergence of two distributions from hidden states, in tiles",
+        "ctx",
+        "student_hidden",
+        "student_weight",
+        "student_bias",
+        "teacher_hidden",
+        "teacher_weight",
+        "teacher_bias",
+        "beta",
+        "temperature",
+        "student_logit_scale",
+        "student_final_logit_softcapping",
+        "teacher_logit_scale",
+        "teacher_final_logit_softcapping",
+    ),
 )

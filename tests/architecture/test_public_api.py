@@ -2,6 +2,8 @@
 
 import inspect
 import pickle
+import subprocess
+import sys
 from importlib import import_module
 from importlib.metadata import version
 
@@ -20,6 +22,8 @@ EXPECTED = [
     "LowBitLinear",
     "OSAQConfig",
     "QuantizationReport",
+    "SAFTConfig",
+    "SAFTTrainer",
     "absorb_outliers",
     "demo_model",
     "export_gguf",
@@ -27,6 +31,8 @@ EXPECTED = [
     "pack",
     "perplexity",
     "quantize",
+    "saft_loss",
+    "saft_weight",
 ]
 
 
@@ -100,6 +106,17 @@ def test_unknown_name_suggests_the_nearest():
         match="has no attribute 'OsaqConfig'. Did you mean 'OSAQConfig'? Available: ".replace("?", r"\?"),
     ):
         hf_ext.OsaqConfig  # noqa: B018
+
+
+def test_absent_package_of_a_public_name_names_the_extra():
+    code = (
+        "import sys; sys.modules['trl'] = None\n"
+        "import hf_ext; hf_ext.saft_weight\n"  # needs no TRL
+        "try: hf_ext.SAFTTrainer\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == 'SAFTTrainer needs trl, which is not installed. Run: pip install "hf_ext[train]".\n'
 
 
 def test_closest():
