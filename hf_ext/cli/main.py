@@ -9,12 +9,13 @@ from .demo import demo
 from .eval import evaluate
 from .export import export
 from .quantize import quantize
+from .train import CONTEXT, train
 
 
 app = typer.Typer(
     name="hf-ext",
     cls=ReportingGroup,
-    help="Quantize, measure and export Transformers models from the command line.",
+    help="Quantize, train, measure and export Transformers models from the command line.",
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.command("quantize")(quantize)
 app.command("eval")(evaluate)
 app.command("export")(export)
+app.command("train", context_settings=CONTEXT)(train)
 app.command("demo")(demo)
 
 
