@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     trainer.train()
     trainer.save_model(training_args.output_dir)
     last = next(entry for entry in reversed(trainer.state.log_history) if "nll" in entry)
-    print(f"plain loss {last['nll']:.3f}, mean weight {last['saft/weight_mean']:.3f}")
+    trainer.accelerator.print(f"plain loss {last['nll']:.3f}, mean weight {last['saft/weight_mean']:.3f}")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,12 @@ def __getattr__(name: str):
         try:
             value = getattr(import_module(PUBLIC[name]), name)
         except ModuleNotFoundError as error:
-            if error.name not in EXTRAS:
+            package = (error.name or "").partition(".")[0]
+            if package not in EXTRAS:
                 raise
             from hf_ext.core.errors import MissingExtraError
 
-            raise MissingExtraError(error.name, EXTRAS[error.name], name) from error
+            raise MissingExtraError(package, EXTRAS[package], name) from error
     else:
         from hf_ext.core.errors import closest
 

@@ -11,6 +11,8 @@ PUBLIC = {
     "LowBitLinear": "hf_ext.quantizers.low_bit_linear",
     "OSAQConfig": "hf_ext.quantizers.osaq",
     "QuantizationReport": "hf_ext.quantizers.report",
+    "RopeDistillationConfig": "hf_ext.trainers.rope_distillation.config",
+    "RopeDistillationTrainer": "hf_ext.trainers.rope_distillation.trainer",
     "SAFTConfig": "hf_ext.trainers.saft.config",
     "SAFTTrainer": "hf_ext.trainers.saft.trainer",
     "absorb_outliers": "hf_ext.quantizers.osaq",

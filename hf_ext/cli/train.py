@@ -13,7 +13,10 @@ from .app import UsageError
 
 
 # What the user writes -> the public names of its trainer and of its config.
-METHODS = {"saft": ("SAFTTrainer", "SAFTConfig")}
+METHODS = {
+    "rope-distillation": ("RopeDistillationTrainer", "RopeDistillationConfig"),
+    "saft": ("SAFTTrainer", "SAFTConfig"),
+}
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 

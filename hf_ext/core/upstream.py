@@ -149,6 +149,14 @@ UPSTREAM = (
         "return_outputs",
         "num_items_in_batch",
     ),
+    _transformers(
+        "trainer:Trainer.get_batch_samples",
+        "the batches of a step get what the loss of all of them needs",
+        "self",
+        "epoch_iterator",
+        "num_batches",
+        "device",
+    ),
     _trl("trainer.sft_trainer:SFTTrainer.log", "averages what lies in _metrics", "self", "logs", "start_time"),
     _trl(
         "trainer.utils:add_fused_lm_head",

@@ -22,6 +22,8 @@ EXPECTED = [
     "LowBitLinear",
     "OSAQConfig",
     "QuantizationReport",
+    "RopeDistillationConfig",
+    "RopeDistillationTrainer",
     "SAFTConfig",
     "SAFTTrainer",
     "absorb_outliers",

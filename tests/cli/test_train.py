@@ -67,4 +67,5 @@ def test_what_is_missing_is_named(run, train_arguments, tmp_path):
 def test_help_lists_the_flags_of_the_method(run, method):
     result = run("train", method, "--", "--help")
     assert result.exit_code == 0
-    assert f"--{method}_" in result.output and "--lora_r" in result.output
+    assert ("--saft_gamma" in result.output) == (method == "saft") and "--dataset_name" in result.output
+    assert "--lora_r" in result.output

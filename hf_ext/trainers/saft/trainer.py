@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor, nn
-from trl import SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from ..lm_head import check_lm_head
+from ..sft import TokenLossTrainer
 from .config import SAFTConfig
 from .functional import token_losses
 from .reference import add_reference_divergence, reference_for
@@ -23,11 +20,10 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
 
-SMALL_WEIGHT = 0.1
 HISTOGRAM_BINS = 10
 
 
-class SAFTTrainer(SFTTrainer):
+class SAFTTrainer(TokenLossTrainer):
     """[`~trl.SFTTrainer`] with SAFT's loss: each token's NLL, weighted between 1 (NLL) and its own probability (DFT).
 
     NLL pulls hardest on the tokens that the model finds least likely, noise among them; DFT hardly at all, and so
@@ -63,6 +59,7 @@ class SAFTTrainer(SFTTrainer):
 
     _tag_names = ["trl", "saft"]
     _name = "SAFT"
+    config_class = SAFTConfig
 
     def __init__(
         self,
@@ -71,32 +68,7 @@ class SAFTTrainer(SFTTrainer):
         *positional: Any,
         **kwargs: Any,
     ):
-        if args is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            args = SAFTConfig(f"{name.split('/')[-1]}-SAFT")
-        if not isinstance(args, SAFTConfig):
-            raise TypeError(f"args is a {type(args).__name__}; pass a SAFTConfig, which takes the same and more.")
-        given = inspect.signature(SFTTrainer.__init__).bind_partial(self, model, args, *positional, **kwargs).arguments
-        if given.get("compute_loss_func") is not None:
-            raise ValueError("compute_loss_func replaces the loss, so that no token would be weighted; leave it out.")
         super().__init__(model, args, *positional, **kwargs)
-        parallelism = self.accelerator.parallelism_config
-        if parallelism is not None and parallelism.sp_enabled and parallelism.sp_backend == "deepspeed":
-            raise ValueError(
-                f"sp_size={parallelism.sp_size} with DeepSpeed takes the model's own loss, so that no token would be "
-                "weighted; train without sequence parallelism, or use SFTTrainer."
-            )
-        check_lm_head(self.model)
-        if (
-            is_peft_model(self.model)
-            and self.model.active_peft_config.is_prompt_learning
-            and args.saft_scheme == "asft"
-        ):
-            raise ValueError(
-                'saft_scheme="asft" compares with the model without its adapters, which '
-                f"{self.model.active_peft_config.peft_type} has not; use LoRA, or train the whole model."
-            )
-        self._token_sums: dict[str, Tensor] = {}
         self._add_outputs()
 
     def _add_outputs(self) -> None:
@@ -105,6 +77,11 @@ class SAFTTrainer(SFTTrainer):
         if self.args.saft_scheme == "deft":
             add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1", "log_sum_sq_probs"))
         if self.args.saft_scheme == "asft":
+            if is_peft_model(self.model) and self.model.active_peft_config.is_prompt_learning:
+                raise ValueError(
+                    'saft_scheme="asft" compares with the model without its adapters, which '
+                    f"{self.model.active_peft_config.peft_type} has not; use LoRA, or train the whole model."
+                )
             reference = reference_for(self.model, self.accelerator, self.is_fsdp_enabled, self.is_deepspeed_enabled)
             add_reference_divergence(model, reference)
 
@@ -116,13 +93,12 @@ class SAFTTrainer(SFTTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
         """Return TRL's loss of a batch, with the log-probability of each label replaced by minus its SAFT loss."""
-        mode = "train" if self.model.training else "eval"
 
         def weighted(**kwargs: Any) -> ModelOutput:
             outputs = model(**kwargs)
             if getattr(outputs, "log_probs", None) is not None:
                 losses, weights = self._token_losses(outputs)
-                self._add_to_sums(mode, outputs.log_probs.detach(), weights, outputs.label_mask)
+                self._add_means(outputs.log_probs.detach(), weights, outputs.label_mask)
                 outputs.log_probs = -losses
             return outputs
 
@@ -140,24 +116,9 @@ class SAFTTrainer(SFTTrainer):
             losses = losses + self.args.saft_kl_weight * outputs.reference_divergence
         return losses, weights
 
-    def _add_to_sums(self, mode: str, log_probs: Tensor, weights: Tensor, mask: Tensor) -> None:
-        """Add the tokens of all processes; nothing leaves the device before the next log."""
-        counted = [mask, -log_probs, weights, weights < SMALL_WEIGHT]
+    def _add_means(self, log_probs: Tensor, weights: Tensor, mask: Tensor) -> None:
+        means = {"nll": -log_probs, "saft/weight_mean": weights, "saft/weight_lt_0.1": weights < 0.1}
         if self.args.report_to:
             bins = (log_probs.exp() * HISTOGRAM_BINS).long().clamp(max=HISTOGRAM_BINS - 1)
-            counted += [bins == index for index in range(HISTOGRAM_BINS)]
-        sums = torch.stack([(values * mask).sum(dtype=torch.float32) for values in counted])
-        sums = self.accelerator.reduce(sums)
-        self._token_sums[mode] = self._token_sums.get(mode, 0) + sums
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the tokens' NLL and weights since the last log beside what TRL logs."""
-        mode = "train" if self.model.training else "eval"
-        if mode in self._token_sums:
-            count, *sums = self._token_sums.pop(mode).tolist()
-            bins = [f"saft/probability/{index / HISTOGRAM_BINS}" for index in range(len(sums) - 3)]
-            for name, value in zip(
-                ["nll", "saft/weight_mean", f"saft/weight_lt_{SMALL_WEIGHT}", *bins], sums, strict=True
-            ):
-                self._metrics[mode][name] = [value / max(count, 1)]
-        super().log(logs, start_time)
+            means |= {f"saft/probability/{it / HISTOGRAM_BINS}": bins == it for it in range(HISTOGRAM_BINS)}
+        self.add_token_means(means, mask)

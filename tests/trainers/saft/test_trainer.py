@@ -316,7 +316,7 @@ def test_bad_settings_are_named(settings, words, tmp_path):
 def test_what_would_ignore_the_weights_is_refused(tiny_model, tiny_llama, tmp_path):
     with pytest.raises(TypeError, match="args is a SFTConfig; pass a SAFTConfig"):
         runs.make(tmp_path, tiny_llama, trainer_class=SAFTTrainer, config_class=SFTConfig)
-    with pytest.raises(ValueError, match="compute_loss_func replaces the loss"):
+    with pytest.raises(ValueError, match="compute_loss_func would replace the loss of SAFTTrainer"):
         saft(tmp_path, tiny_llama, trainer_settings={"compute_loss_func": saft_loss})
     with pytest.raises(ValueError, match="lm_head"):
         lora = LoraConfig(r=2, target_modules=["lm_head"])
