@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CARDS = sorted((ROOT / "model_cards").glob("*.md"))
 RESULTS = sorted((ROOT / "examples" / "benchmarks").glob("*/results/*.json"))
+COSTS = ("_ppl", "_drift", "_seconds", "_rss_ratio", "_error", "_time", "_memory", "_overhead")
 FIELDS = {
     "name",
     "value",
@@ -46,5 +47,5 @@ def test_a_result_file_keeps_the_contract(path):
     for measure in result["measures"]:
         assert set(measure) == FIELDS
         assert measure["ratio"] == pytest.approx(measure["value"] / measure["baseline_value"])
-        cost = measure["name"].partition("/")[0].endswith(("_ppl", "_drift", "_seconds", "_rss_ratio", "_error"))
+        cost = measure["name"].partition("/")[0].endswith(COSTS)
         assert measure["higher_is_better"] != cost, measure["name"]
